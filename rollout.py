@@ -1,0 +1,279 @@
+"""
+Playing: many episodes at once, one language model, until every trajectory has ended.
+
+    tasks  ->  [ engine samples a turn  <->  environments answer over HTTP ]  ->  Trajectory  ->  Batch
+
+    Limits       how long a turn and an episode may get, in tokens, turns and seconds
+    HFEngine     samples with Hugging Face models, a wave a turn, from keyed generators
+    EnvPool      remote episodes: reused, spread over replicas, replaced when one dies
+    rollout      the multi-turn loop over both
+    collate      trajectories -> padded tensors
+
+An episode whose environment failed is played again, then marked `error` and kept out of every average:
+a policy must not be punished for a broken server.
+
+Read model.py first, algorithms.py next.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from agent import Chat, Trajectory
+from curriculum import seed_for
+from env_server import EnvClient, EnvError, RemoteEpisode
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds an episode. Tokens count everything the model reads or writes."""
+
+    max_turns: int = 12  # completions; the curriculum sets it
+    max_new_tokens: int = 64  # sampled tokens of one turn
+    max_tokens: int = 1024  # of the whole trajectory: prompt, observations, completions
+    max_observation_tokens: int = 256  # a longer observation loses its middle, visibly
+    episode_seconds: float = 600.0  # then the episode is an error
+    retries: int = 2  # new attempts at an episode whose environment failed
+
+
+# --- the engine: requests in, sampled turns out ---
+
+
+class SlotCache(Cache):
+    """Keys and values of many unfinished trajectories: column j of a slot holds token j of its trajectory.
+
+    A turn's new tokens are written behind the ones already there, so nothing is ever computed twice, and a
+    slot's stale columns need no clearing: attention is masked to columns at or before the token's position.
+    `Cache` grows by concatenation, a copy of everything at every token; these buffers grow by doubling.
+    """
+
+    def __init__(self):
+        self.keys: list[Tensor] = []  # one a layer, each (slots, heads, columns, head_dim)
+        self.values: list[Tensor] = []
+        self.rows = slice(0, 0)  # the slots that the present forward pass works on
+        self.positions = torch.zeros(0, 0, dtype=torch.long)  # (rows, W) the column of each new token
+        self.columns = 0  # how many columns any of those rows needs
+        self.filled = 0  # how many any slot ever needed
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Called by each attention layer: store the new (rows, heads, W, D), return all (rows, heads, columns, D)."""
+        if layer_idx == len(self.keys):
+            self.keys.append(key_states[:0, :, :0])
+            self.values.append(value_states[:0, :, :0])
+        slot = torch.arange(self.rows.start, self.rows.stop, device=key_states.device)[:, None]
+        self.filled = max(self.filled, self.columns)
+        present = []
+        for buffers, new in ((self.keys, key_states), (self.values, value_states)):
+            buffers[layer_idx] = self._grown(buffers[layer_idx], new)
+            buffers[layer_idx][slot, :, self.positions] = new.transpose(1, 2)
+            present.append(buffers[layer_idx][self.rows, :, : self.columns])
+        return tuple(present)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` over slots `targets`, all at once: with the two swapped in both it is an exchange."""
+        for buffers in (self.keys, self.values):
+            for buffer in buffers:
+                used = buffer[:, :, : self.filled]
+                used[targets] = used[sources]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Part of the library's interface; positions and masks are given explicitly, so nothing hangs on it."""
+        return self.columns
+
+    def _grown(self, buffer: Tensor, new: Tensor) -> Tensor:
+        slots, heads, columns, dim = buffer.shape
+        need = (self.rows.stop, heads, self.columns, dim)
+        if need[0] <= slots and need[2] <= columns:
+            return buffer
+        shape = (max(slots, need[0]), heads, max(2 * columns, need[2]) if need[2] > columns else columns, dim)
+        grown = new.new_zeros(shape)
+        grown[:slots, :, :columns] = buffer
+        return grown
+
+
+class HFEngine:
+    """Samples with a Hugging Face model on any device, in waves.
+
+    `in_waves` asks the loop to call `step` only when no observation is on its way; `step` then samples one
+    turn for every request, in key order, each row from a generator keyed by (seed, key). So results depend
+    on the requests alone, never on which environment happened to answer first.
+
+    A key is a tuple that names the turn: (..., sample, turn). Requests that share all but its last part are
+    turns of one trajectory, and only what is new since its last turn is computed; a trajectory that makes
+    no request in a wave is over, and its slot is given away.
+
+    lm        unsharded; stop_ids end a turn
+    returns   `step`: [(key, sampled ids, their logprobs at the sampling temperature)]
+    """
+
+    in_waves = True
+
+    def __init__(self, lm: PreTrainedModel, stop_ids: set[int], seed: int = 0, prefill_tokens: int = 8192):
+        self.lm, self.seed, self.prefill_tokens = lm, seed, prefill_tokens
+        self.device = lm.device
+        self.stop_ids = torch.tensor(sorted(stop_ids), device=self.device)
+        self.version = 0
+        self.waiting: dict[tuple, tuple[list[int], int, float]] = {}
+        self.seconds = 0.0  # spent in `step`, for benchmarks and metrics
+        self._forget()
+
+    def add(self, key: tuple, ids: list[int], max_new_tokens: int, temperature: float = 1.0) -> None:
+        """Ask for a turn after `ids`. temperature 0 is greedy; its logprobs are those at temperature 1."""
+        self.waiting[key] = (ids, max_new_tokens, temperature)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[tuple, list[int], list[float]]]:
+        """Sample one whole turn for every waiting request."""
+        if not self.waiting:
+            return []
+        started = time.perf_counter()
+        keys = self._by_slot(sorted(self.waiting))  # row i of this wave works in slot i
+        requests = [self.waiting[key] for key in keys]
+        unread = [self._unread(key) for key in keys]
+        start = [len(ids) - len(new) for (ids, _, _), new in zip(requests, unread, strict=True)]
+        ids, logprobs, slots = self._write(keys, requests, self._read(unread, start))
+        self.cached = {}
+        for key, request, new, slot in zip(keys, requests, ids, slots, strict=True):
+            self.cached[key[:-1]] = (slot, request[0] + new[:-1])  # the last token sampled was never read
+        self.waiting = {}
+        self.seconds += time.perf_counter() - started
+        return list(zip(keys, ids, logprobs, strict=True))
+
+    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights by parameter name, and forget every key and value computed with the old ones."""
+        own = dict(self.lm.named_parameters())
+        with torch.no_grad():
+            for name, weight in named_weights:
+                if own[name].data_ptr() != weight.data_ptr():  # with one rank it is the trainer's own tensor
+                    own[name].copy_(weight)
+        self.version = version
+        self._forget()
+
+    def sleep(self) -> None:
+        """Give memory back for the update."""
+        self._forget()
+
+    def wake(self) -> None:
+        """Nothing to do: the weights stayed where they are."""
+
+    def _forget(self) -> None:
+        self.cache = SlotCache()
+        self.cached: dict[tuple, tuple[int, list[int]]] = {}  # trajectory -> (slot, ids whose keys it holds)
+
+    def _unread(self, key: tuple) -> list[int]:
+        ids = self.waiting[key][0]
+        _, known = self.cached.get(key[:-1], (0, []))
+        return ids[len(known) :] if known and ids[: len(known)] == known else ids
+
+    def _by_slot(self, keys: list[tuple]) -> list[tuple]:
+        """Order the wave's keys so that row i is the trajectory in slot i, without a gap.
+
+        Slots of trajectories that are over are filled from the end, new trajectories come last.
+        """
+        slot_of = {key: self.cached[key[:-1]][0] for key in keys if key[:-1] in self.cached}
+        known = sorted(slot_of, key=slot_of.get)
+        inside = {slot_of[key]: key for key in known if slot_of[key] < len(known)}
+        outside = [key for key in known if slot_of[key] >= len(known)]
+        gaps = [slot for slot in range(len(known)) if slot not in inside]
+        if gaps:
+            self.cache.move(torch.tensor([slot_of[key] for key in outside]), torch.tensor(gaps))
+        inside |= dict(zip(gaps, outside, strict=True))
+        return [inside[slot] for slot in range(len(known))] + [key for key in keys if key not in slot_of]
+
+    def _read(self, unread: list[list[int]], start: list[int]) -> Tensor:
+        """Feed every row its unread tokens; returns the logits (n, V) behind each row's last one."""
+        logits, first = [], 0
+        while first < len(unread):
+            last, width = first, 0
+            while last < len(unread):  # as many rows as fit the budget, padding included; at least one
+                wider = max(width, len(unread[last]))
+                if last > first and (last + 1 - first) * wider > self.prefill_tokens:
+                    break
+                last, width = last + 1, wider
+            rows = unread[first:last]
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+            begin = torch.tensor(start[first:last], device=self.device)
+            hidden = self._forward(slice(first, last), ids, begin)  # (rows, W, H)
+            ends = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+            logits.append(self._logits(hidden[torch.arange(last - first, device=self.device), ends]))
+            first = last
+        return torch.cat(logits)
+
+    def _write(self, keys: list[tuple], requests: list[tuple], logits: Tensor) -> tuple[list, list, list]:
+        """Sample until every row has stopped or used up its tokens: ids, logprobs and slot of each row."""
+        n = len(keys)
+        most = torch.tensor([request[1] for request in requests], device=self.device)
+        temperature = torch.tensor([request[2] for request in requests], device=self.device)
+        start = torch.tensor([len(request[0]) for request in requests], device=self.device)
+        uniforms = torch.stack([self._uniforms(key, int(most.max())) for key in keys]).to(self.device)
+        ids = torch.zeros_like(uniforms, dtype=torch.long)  # (n, tokens of the longest turn)
+        logprobs, lengths = torch.zeros_like(uniforms), torch.zeros_like(most)
+        occupant = torch.arange(n, device=self.device)  # occupant[slot]: the row that works there
+        rows = occupant.clone()
+        going = torch.ones(n, dtype=torch.bool, device=self.device)
+        for t in range(int(most.max())):
+            tokens, logprob = sample(logits, temperature[rows], uniforms[rows, t])
+            ids[rows, t], logprobs[rows, t] = tokens, logprob
+            lengths[rows[going]] = t + 1
+            going = going & ~torch.isin(tokens, self.stop_ids) & (t + 1 < most[rows])
+            active = int(going.sum())
+            if active == 0:
+                break
+            if 2 * active <= len(rows):  # most have stopped: move the others to the front, work on those
+                front = torch.where(~going[:active])[0]
+                back = active + torch.where(going[active:])[0]
+                there, here = torch.cat([front, back]), torch.cat([back, front])
+                self.cache.move(there, here)
+                for held in (occupant, tokens):
+                    held[here] = held[there]
+                rows, tokens, going = occupant[:active].clone(), tokens[:active], going.new_ones(active)
+            hidden = self._forward(slice(0, len(rows)), tokens[:, None], start[rows] + t)
+            logits = self._logits(hidden[:, 0])
+        lengths = lengths.tolist()
+        slots = torch.argsort(occupant).tolist()
+        cut = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
+        return cut, [row[:length] for row, length in zip(logprobs.tolist(), lengths, strict=True)], slots
+
+    def _forward(self, rows: slice, ids: Tensor, start: Tensor) -> Tensor:
+        """One pass over slots `rows`: ids (rows, W) go to columns start, start+1, ... of each."""
+        positions = start[:, None] + torch.arange(ids.shape[1], device=self.device)  # (rows, W)
+        columns = int(positions.max()) + 1
+        self.cache.rows, self.cache.positions, self.cache.columns = rows, positions, columns
+        visible = torch.arange(columns, device=self.device) <= positions[..., None]  # (rows, W, columns)
+        out = self.lm.get_decoder()(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=visible[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return out.last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.lm.get_output_embeddings()(hidden)
+
+    def _uniforms(self, key: tuple, count: int) -> Tensor:
+        return torch.rand(count, generator=torch.Generator().manual_seed(seed_for(self.seed, "sampling", key)))
+
+
+def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting its cumulative distribution, and score it.
+
+    logits       (n, V);  temperature (n,), 0 for the most likely token;  uniforms (n,) in [0, 1)
+    returns      tokens (n,), logprobs (n,) of the distribution really sampled, temperature applied
+    """
+    greedy = temperature == 0
+    logprobs = (logits.float() / temperature.masked_fill(greedy, 1.0)[:, None]).log_softmax(-1)  # (n, V)
+    cumulative = logprobs.exp().cumsum(-1)
+    # Times the sum as computed, which rounding keeps from being exactly 1: no draw falls off the end.
+    point = uniforms[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
