@@ -226,18 +226,18 @@ class Trajectory:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
-    def add_completion(self, ids: list[int], logprobs: list[float], chat: Chat) -> Turn:
+    def add_completion(self, ids: list[int], logprobs: list[float], chat: Chat, close: bool = True) -> Turn:
         """Append one turn of sampled tokens, and parse it.
 
-        Where the sampler stopped for length, the end-of-turn token that the template needs is appended with
-        mask 0: training on a token nobody sampled gives ratios without bound.
+        Where the sampler stopped for length, the end-of-turn token that the template needs is appended (if
+        `close`) with mask 0: training on a token nobody sampled gives ratios without bound.
         """
         assert len(ids) == len(logprobs) > 0, f"{len(ids)} sampled ids, {len(logprobs)} logprobs"
         start = len(self.ids)
         self.ids += ids
         self.loss_mask += [1] * len(ids)
         self.logprobs += logprobs
-        if ids[-1] != chat.end_of_turn:
+        if close and ids[-1] != chat.end_of_turn:
             self.add_context([chat.end_of_turn])
         completion = chat.decode(ids)
         thought, action, error = parse_react(completion)

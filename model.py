@@ -20,7 +20,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -33,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -185,6 +187,41 @@ class Critic(nn.Module):
         return values, after.gather(1, lengths[:, None] - 1)[:, 0]
 
 
+# --- processes and devices ---
+
+
+@contextmanager
+def distributed():
+    """One process group for the program: torchrun's, or a group of one in a plain `python train.py`."""
+    if "RANK" not in os.environ:
+        store = dist.HashStore()  # in memory: no port to collide on
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def compute_dtype() -> torch.dtype:
+    """What matrix products are done in: bfloat16 on GPUs, where it is four times as fast."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """All ranks in a row: the line that parameters are split along."""
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
 # --- shard ---
 
 
@@ -226,7 +263,6 @@ def sampler_copy(actor: Actor, world_size: int, dtype: torch.dtype) -> PreTraine
 
 def save_checkpoint(
     folder: Path,
-    actor: Actor,
     tokenizer: PreTrainedTokenizerBase,
     optimizers: dict[str, torch.optim.Optimizer],
     modules: dict[str, nn.Module],
@@ -240,20 +276,32 @@ def save_checkpoint(
     raises      OSError (a full disk); an earlier checkpoint is untouched
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = {name: get_model_state_dict(module, options=options) for name, module in modules.items()}
+    weights = {name: get_model_state_dict(module, options=options) for name, module in modules.items() if name != "actor"}
     moments = {
         name: get_optimizer_state_dict(modules[name], optimizer, options=options)
         for name, optimizer in optimizers.items()
     }
+
+    def write(part: Path) -> None:
+        torch.save({"optimizers": moments, "modules": weights}, part / "training_state.pt")
+        (part / "state.json").write_text(json.dumps(state))
+
+    save_policy(folder, modules["actor"], tokenizer, write)
+
+
+def save_policy(
+    folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, also: Callable[[Path], None] = lambda part: None
+) -> None:
+    """Write a policy as a Hugging Face folder, and whatever `also` adds, whole or not at all. Collective."""
+    state = get_model_state_dict(actor, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         # from_pretrained wants the language model's own names, not those below our wrapper
-        lm_weights = {name.removeprefix("lm."): w for name, w in weights.pop("actor").items()}
+        state = {name.removeprefix("lm."): weight for name, weight in state.items()}
 
         def write(part: Path) -> None:
-            actor.lm.save_pretrained(part, state_dict=lm_weights)
+            actor.lm.save_pretrained(part, state_dict=state)
             tokenizer.save_pretrained(part)
-            torch.save({"optimizers": moments, "modules": weights}, part / "training_state.pt")
-            (part / "state.json").write_text(json.dumps(state))
+            also(part)
 
         _save_folder(folder, write)
     dist.barrier()
@@ -281,7 +329,7 @@ def newest_checkpoint(run: Path) -> Path | None:
     return max(found, key=lambda p: int(p.name[5:]), default=None)
 
 
-def _save_folder(folder: Path, write) -> None:
+def _save_folder(folder: Path, write: Callable[[Path], object]) -> None:
     part = folder.with_name(f".{folder.name}.part{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -291,6 +339,6 @@ def _save_folder(folder: Path, write) -> None:
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
         shutil.rmtree(folder, ignore_errors=True)
-        os.rename(part, folder)
+        part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)

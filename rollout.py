@@ -41,6 +41,7 @@ class Limits:
     max_observation_tokens: int = 256  # a longer observation loses its middle, visibly
     episode_seconds: float = 600.0  # then the episode is an error
     retries: int = 2  # new attempts at an episode whose environment failed
+    max_invalid: int = 0  # the Nth invalid action or broken form ends the episode; 0 for never
 
 
 # --- the engine: requests in, sampled turns out ---
@@ -277,3 +278,321 @@ def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tenso
     drawn = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+# --- the environments, from this side ---
+
+
+class EnvPool:
+    """Remote episodes of one environment, kept for the next trajectory once theirs is over.
+
+    urls      one a replica; trajectory i prefers replica i mod N, and takes another when that one fails
+    grace     seconds to wait for a server that does not answer (it may be restarting) before giving up
+    """
+
+    def __init__(self, urls: list[str], token: str = "", timeout: float = 60.0, grace: float = 60.0):
+        self.clients = [EnvClient(url, token=token, timeout=timeout) for url in urls]
+        self.grace = grace
+        self._idle: list[list[RemoteEpisode]] = [[] for _ in urls]
+        self._lock = threading.Lock()
+        self.instructions = self.clients[0].instructions()
+
+    def start(self, preferred: int, task: str, seed: int) -> tuple[RemoteEpisode, str, dict]:
+        """An episode of `task`, freshly reset: (episode, observation, info).
+
+        raises  EnvError where no replica gives one within `grace` seconds, or the task itself is refused
+        """
+        deadline = time.monotonic() + self.grace
+        pause = 0.1
+        for attempt in range(10**9):
+            replica = (preferred + attempt) % len(self.clients)
+            try:
+                episode = self._take(replica)
+                try:
+                    return (episode, *episode.reset(task, seed=seed))
+                except EnvError:
+                    episode.close()
+                    raise
+            except EnvError as error:
+                # Gone (404: the server was restarted, or reaped what lay idle), full, or not answering: all pass.
+                # A task that a healthy server refuses or crashes on stays refused.
+                passing = error.status in (None, 404, 409, 503) and error.code != "unknown_task"
+                if not passing or time.monotonic() > deadline:
+                    raise
+            if (attempt + 1) % len(self.clients) == 0:
+                time.sleep(pause)
+                pause = min(2 * pause, 2.0)
+        raise AssertionError("unreachable")
+
+    def give_back(self, episode: RemoteEpisode) -> None:
+        """Keep a healthy episode for the next trajectory on its replica."""
+        with self._lock:
+            self._idle[self.clients.index(episode.client)].append(episode)
+
+    def close(self) -> None:
+        """Close what is idle; servers close the rest when its time-to-live is over."""
+        for episode in [episode for idle in self._idle for episode in idle]:
+            episode.close()
+        self._idle = [[] for _ in self.clients]
+
+    def _take(self, replica: int) -> RemoteEpisode:
+        with self._lock:
+            if self._idle[replica]:
+                return self._idle[replica].pop()
+        return RemoteEpisode(self.clients[replica])
+
+
+# --- the loop ---
+
+
+class RolloutError(RuntimeError):
+    """Too many episodes failed for the batch to mean anything."""
+
+
+def rollout(
+    engine,
+    chat: Chat,
+    pools: dict[str, EnvPool],
+    trajectories: list[Trajectory],
+    limits: Limits,
+    key: tuple,
+    temperature: float = 1.0,
+    seed: int = 0,
+    concurrency: int = 256,
+) -> list[Trajectory]:
+    """Play every trajectory (given with env, task, group and sample, nothing else) to its end.
+
+    Environment calls run in threads, one an episode, while the engine works on whoever has been answered; an
+    engine that samples in waves is only called when everybody has. key names this rollout among all of a
+    run's ("train", step), so that no two draw the same random numbers.
+
+    returns   the trajectories, in the order given, each with its `end` set
+    """
+    loop = _Loop(engine, chat, pools, limits, key, temperature, seed)
+    with ThreadPoolExecutor(max_workers=max(1, min(concurrency, len(trajectories)))) as loop.threads:
+        return loop.run(trajectories, concurrency)
+
+
+class _Episode:
+    """A trajectory being played, and the remote episode it is played in."""
+
+    def __init__(self, trajectory: Trajectory, index: int):
+        self.blank = trajectory
+        self.index = index
+        self.attempt = 0
+        self.started = 0.0
+        self.remote: RemoteEpisode | None = None
+
+    def begin(self) -> None:
+        """A clean record for this attempt; the clock runs on from the first one."""
+        first = self.blank
+        self.trajectory = Trajectory(first.env, first.task, first.group, first.sample)
+        self.started = self.started or time.monotonic()
+
+
+class _Loop:
+    """The state of one `rollout` call. Threads only talk to environments and put what came into `inbox`."""
+
+    def __init__(self, engine, chat, pools, limits: Limits, key: tuple, temperature: float, seed: int):
+        self.engine, self.chat, self.pools, self.limits = engine, chat, pools, limits
+        self.key, self.temperature, self.seed = key, temperature, seed
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (episode, reply or exception)
+        self.playing: dict[tuple, _Episode] = {}  # engine key -> whose turn it is
+        self.out = 0  # calls to environments not answered yet
+
+    def run(self, trajectories: list[Trajectory], concurrency: int) -> list[Trajectory]:
+        waiting = [_Episode(trajectory, i) for i, trajectory in enumerate(trajectories)]
+        done: list[Trajectory | None] = [None] * len(waiting)
+        self.done, waiting = done, waiting[::-1]
+        while waiting or self.out or self.playing:
+            while waiting and self.out + len(self.playing) < concurrency:
+                self._start(waiting.pop())
+            for episode, reply in self._replies():
+                self._receive(episode, reply)
+            if not (self.engine.in_waves and self.out):
+                for key, ids, logprobs in self.engine.step():
+                    self._act(self.playing.pop(key), ids, logprobs)
+        return done
+
+    def _replies(self) -> Iterator[tuple[_Episode, object]]:
+        """What has come from environments; waits only where the engine has nothing better to do."""
+        while self.out and (self.engine.in_waves or not self.playing or not self.inbox.empty()):
+            reply = self.inbox.get()
+            self.out -= 1
+            yield reply
+
+    def _send(self, episode: _Episode, call, *args) -> None:
+        def run() -> None:
+            try:
+                reply = call(*args)
+            except Exception as error:  # whatever it is, it is this episode's failure, not the run's
+                reply = error
+            self.inbox.put((episode, reply))
+
+        self.out += 1
+        self.threads.submit(run)
+
+    def _start(self, episode: _Episode) -> None:
+        episode.begin()
+        trajectory, pool = episode.trajectory, self.pools[episode.trajectory.env]
+        seed = seed_for(self.seed, "environment", self.key, trajectory.group, trajectory.sample)
+        self._send(episode, pool.start, episode.index + episode.attempt, trajectory.task, seed)
+
+    def _receive(self, episode: _Episode, reply: object) -> None:
+        """An environment has answered: to a reset with (remote, observation, info), to a step with five values."""
+        trajectory = episode.trajectory
+        if isinstance(reply, Exception):
+            self._fail(episode, reply)
+            return
+        is_reset = len(reply) == 3
+        if is_reset:
+            episode.remote, observation, info = reply
+            trajectory.category = str(info.get("category", ""))
+        else:
+            observation, reward, terminated, truncated, info = reply
+            turn = trajectory.turns[-1]
+            turn.reward, turn.invalid = float(reward), bool(info.get("invalid"))
+        trajectory.success = bool(info["success"])
+        if time.monotonic() - episode.started > self.limits.episode_seconds:
+            self._fail(episode, TimeoutError(f"an episode may take {self.limits.episode_seconds:g} s"))
+        elif is_reset:
+            self._show(episode, observation, first=True)
+        else:
+            self._show(episode, observation, end="terminated" if terminated else "max_turns" if truncated else "")
+
+    def _show(self, episode: _Episode, observation: str, first: bool = False, end: str = "") -> None:
+        """Append an observation and ask for the next turn, unless the episode is over."""
+        trajectory, limits = episode.trajectory, self.limits
+        trajectory.observation = self.chat.clip(observation, limits.max_observation_tokens)
+        if first:
+            ids = self.chat.prompt(self.pools[trajectory.env].instructions, trajectory.observation)
+        else:
+            ids = self.chat.between(trajectory.observation)
+        room = limits.max_tokens - len(trajectory.ids) - len(ids)
+        if room >= 0 or first:  # what does not fit is left out whole, so that max_tokens holds for every tensor
+            trajectory.add_context(ids)
+        end = end or ("max_turns" if len(trajectory.turns) >= limits.max_turns else "")
+        if not end and 0 < limits.max_invalid <= self._mistakes(trajectory):
+            end = "terminated"  # our rule, not the environment's; success stays as it was
+        end = end or ("max_tokens" if room < 1 else "")
+        if end:
+            self._finish(episode, end)
+            return
+        key = (*self.key, trajectory.group, trajectory.sample, len(trajectory.turns))
+        self.playing[key] = episode
+        self.engine.add(key, trajectory.ids, min(limits.max_new_tokens, room), self.temperature)
+
+    def _act(self, episode: _Episode, ids: list[int], logprobs: list[float]) -> None:
+        """The engine has written a turn: pass its action on, or answer a broken form ourselves."""
+        trajectory = episode.trajectory
+        trajectory.weights_version = self.engine.version
+        is_cut = len(trajectory.ids) + len(ids) >= self.limits.max_tokens and ids[-1] != self.chat.end_of_turn
+        turn = trajectory.add_completion(ids, logprobs, self.chat, close=not is_cut)
+        if is_cut:
+            self._finish(episode, "max_tokens")  # in the middle of a turn: there is no whole action to pass on
+        elif turn.format_error:
+            self._show(episode, trajectory.observation)
+        else:
+            self._send(episode, episode.remote.step, turn.action)
+
+    def _mistakes(self, trajectory: Trajectory) -> int:
+        return sum(turn.format_error or turn.invalid for turn in trajectory.turns)
+
+    def _fail(self, episode: _Episode, reason: Exception) -> None:
+        """The environment broke: play the episode again on the next replica, or give it up as an error."""
+        if episode.remote is not None:
+            # In its own thread and unanswered: whatever holds the episode up would hold up its closing too.
+            self.threads.submit(episode.remote.close)
+            episode.remote = None
+        # Counted from the first attempt: a training step waits for one deadline, not for three.
+        in_time = time.monotonic() - episode.started < self.limits.episode_seconds
+        if episode.attempt < self.limits.retries and in_time:
+            episode.attempt += 1
+            self._start(episode)
+            return
+        episode.trajectory.error = f"{type(reason).__name__}: {reason}"
+        episode.trajectory.success = False
+        self._finish(episode, "error")
+
+    def _finish(self, episode: _Episode, end: str) -> None:
+        episode.trajectory.end, episode.trajectory.max_turns = end, self.limits.max_turns
+        self.done[episode.index] = episode.trajectory
+        if episode.remote is not None:
+            self.pools[episode.trajectory.env].give_back(episode.remote)
+            episode.remote = None
+
+
+# --- trajectories as tensors ---
+
+
+@dataclass
+class Batch:
+    """B trajectories side by side, padded on the right to T tokens. Entry t of each (B, T) describes token t."""
+
+    input_ids: Tensor  # (B, T)
+    loss_mask: Tensor  # (B, T) 1 on tokens the agent sampled
+    rollout_logprobs: Tensor  # (B, T) the sampler's
+    rewards: Tensor  # (B, T) a turn's reward, on its last sampled token
+    turn_ends: Tensor  # (B, T) 1 on the last sampled token of each turn
+    format_errors: Tensor  # (B, T) 1 there too, where the turn broke the form
+    lengths: Tensor  # (B,) real tokens
+    returns: Tensor  # (B,) sum of rewards
+    group_ids: Tensor  # (B,)
+    terminated: Tensor  # (B,) the environment ended it; otherwise a limit did
+
+
+def collate(trajectories: list[Trajectory], pad_id: int = 0) -> Batch:
+    """Pad a list of trajectories into one Batch; raises AssertionError on an empty list."""
+    assert trajectories, "no trajectories to collate"
+    width = max(len(trajectory.ids) for trajectory in trajectories)
+
+    def padded(rows: Iterable[list], fill: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype)
+
+    def at_turn_ends(value) -> Tensor:
+        table = torch.zeros(len(trajectories), width)
+        for b, trajectory in enumerate(trajectories):
+            for turn in trajectory.turns:
+                table[b, turn.stop - 1] = value(turn)
+        return table
+
+    return Batch(
+        input_ids=padded((t.ids for t in trajectories), pad_id, torch.long),
+        loss_mask=padded((t.loss_mask for t in trajectories), 0, torch.bool),
+        rollout_logprobs=padded((t.logprobs for t in trajectories), 0.0, torch.float32),
+        rewards=at_turn_ends(lambda turn: turn.reward),
+        turn_ends=at_turn_ends(lambda turn: 1.0),
+        format_errors=at_turn_ends(lambda turn: float(turn.format_error)),
+        lengths=torch.tensor([len(t.ids) for t in trajectories]),
+        returns=torch.tensor([t.episode_return for t in trajectories]),
+        group_ids=torch.tensor([t.group for t in trajectories]),
+        terminated=torch.tensor([t.end == "terminated" for t in trajectories]),
+    )
+
+
+def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Split rows into groups whose padded size, rows times longest, stays within `max_tokens`.
+
+    Rows of similar length go together, so that little of a group is padding; a row longer than
+    max_tokens gets a group of its own. Which rows share a group changes no result, only time and memory.
+
+    >>> micro_batches([5, 90, 6, 100], max_tokens=200)
+    [[3, 1], [2, 0]]
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def deal(groups: list[list[int]], rank: int, world_size: int) -> list[list[int]]:
+    """This rank's groups, in turn, filled up with empty ones so that all ranks get the same number.
+
+    Under FSDP every forward and backward pass is a collective: a rank that runs out of work first must
+    still take part, or the others wait for ever.
+    """
+    mine = groups[rank::world_size]
+    return mine + [[]] * (-(-len(groups) // world_size) - len(mine))

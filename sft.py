@@ -1,0 +1,318 @@
+"""
+A policy to start from: clone the environment's expert, and for `tiny`, make the model itself.
+
+    expert() episodes  ->  demonstrations  ->  Trajectory (mask 1 on the expert's words)  ->  cross-entropy
+
+    demonstrate      play the expert, with some random actions in between
+    make_tokenizer   a byte-level BPE of a few hundred tokens, with a chat template
+    clone            behaviour cloning: maximise the likelihood of what the expert wrote
+    starting_policy  the three above, cached by everything that shaped the result
+
+RL can only reinforce what a policy already does now and then. A random one does nothing right; one that has
+seen a few hundred games succeeds often enough to have something to compare.
+
+Read rollout.py first, train.py next. Run it:
+
+    python sft.py --env babyai --model tiny --demos 2400
+"""
+
+import hashlib
+import inspect
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import agent
+import envs
+import model as weights
+from agent import FORMAT, Chat, Trajectory
+from algorithms import sft_loss
+from curriculum import seed_for
+from env_server import parse_options
+from rollout import collate, deal, micro_batches
+
+
+@dataclass(frozen=True)
+class Config:
+    """Clone an environment's expert. Every field is a flag: --demos 500"""
+
+    env: tuple[str, ...] = ("babyai",)  # files in envs/; several are mixed evenly
+    options: tuple[str, ...] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
+    model: str = "tiny"  # tiny (made from scratch), smollm2, a folder, or a hub id
+    demos: int = 2400  # expert episodes, over all environments
+    noise: float = 0.15  # share of turns with a random action, shown but not learnt, so that recovery is
+    demo_turns: int = 12  # episodes the expert needs longer for are not shown
+    updates: int = 300  # optimizer steps
+    batch_tokens: int = 2048  # tokens an update learns from, prompts and observations included
+    lr: float = 2e-3  # peak; warms up over the first tenth, falls to a tenth
+    hidden: int = 128  # width of tiny
+    layers: int = 3  # depth of tiny
+    vocab: int = 512  # tokens of tiny's vocabulary
+    seed: int = 0
+    name: str = ""  # the folder out/<name>; the next free number if empty
+
+    def __post_init__(self):
+        for field in ("demos", "updates", "batch_tokens", "demo_turns"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}")
+        if not 0 <= self.noise < 1:
+            raise ValueError(f"--noise is a share of turns, 0 <= noise < 1, got {self.noise}")
+
+
+# --- demonstrations ---
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One expert episode: what was seen, what was written, and whether the expert wrote it."""
+
+    env: str
+    task: str
+    first: str  # the first observation
+    turns: list[tuple[str, bool, str]]  # (completion, is the expert's, the observation it led to)
+
+
+def demonstrate(name: str, options: dict, count: int, config: Config) -> list[Demonstration]:
+    """`count` successful expert episodes on training tasks, each within `demo_turns` turns.
+
+    In a share `noise` of the turns a random available action is taken instead. It stands in the history
+    without being learnt, so the policy sees how the expert gets back from a place it would not have gone to.
+    Tasks are passed over in a seeded order; once all have been used they come again with other noise.
+    raises  ValueError where the expert succeeds on fewer than one task in twenty
+    """
+    env = envs.make(name, **options)
+    tasks, demos, tried = shuffled(env.tasks("train"), (config.seed, "demonstrated tasks", name)), [], 0
+    bar = tqdm(total=count, desc=f"demonstrations of {name}", unit="", disable=_quiet(), leave=False)
+    while len(demos) < count:
+        task = next(tasks)
+        rng = random.Random(seed_for(config.seed, "demonstration", name, tried))
+        tried += 1
+        demo = _play(env, name, task, rng, config)
+        if demo is not None:
+            demos.append(demo)
+            bar.update()
+        if tried >= 100 and len(demos) < tried / 20:
+            raise ValueError(
+                f"the expert of {name} solved {len(demos)} of {tried} tasks within {config.demo_turns} turns: "
+                "raise --demo-turns, or lower --noise"
+            )
+    bar.close()
+    env.close()
+    return demos
+
+
+def _play(env, name: str, task: str, rng: random.Random, config: Config) -> Demonstration | None:
+    first, info = env.reset(seed=seed_for(config.seed, "environment", name, task), options={"task": task})
+    expert, turns = env.expert(), []
+    for _ in range(config.demo_turns):
+        actions = env.available_actions() if rng.random() < config.noise else []
+        if actions:
+            thought, action = "I try something.", rng.choice(actions)
+        else:
+            step = next(expert, None)
+            if step is None:
+                return None
+            thought, action = step
+        observation, _, terminated, truncated, info = env.step(action)
+        turns.append((f"Thought: {thought}\nAction: {action}", not actions, observation))
+        if terminated or truncated:
+            return Demonstration(name, task, first, turns) if info["success"] else None
+    return None
+
+
+def as_trajectory(demo: Demonstration, chat: Chat, instructions: str) -> Trajectory:
+    """A demonstration as the tokens that a policy saying the same would have produced."""
+    trajectory = Trajectory(demo.env, demo.task, end="terminated", success=True)
+    trajectory.add_context(chat.prompt(instructions, demo.first))
+    for completion, is_experts, observation in demo.turns:
+        ids = chat.tokenizer.encode(completion, add_special_tokens=False) + [chat.end_of_turn]
+        trajectory.ids += ids
+        trajectory.loss_mask += [int(is_experts)] * len(ids)
+        trajectory.logprobs += [0.0] * len(ids)
+        trajectory.add_context(chat.between(observation))
+    return trajectory
+
+
+# --- the tiny model ---
+
+# Roles are one token each. Instructions are left out: a model this small is made for one task and
+# has no use for being told so, while reading them would take a third of its time.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role != 'system' %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+
+
+def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE trained on `texts`: it can spell anything, and says their common words in one token."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCausalLM:
+    """Qwen2's architecture with about 0.7 million parameters, random ones drawn from `seed`."""
+    heads = max(1, config.hidden // 32)
+    shape = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        # The library's 0.02 is meant for wide models; at this width it leaves attention flat for long.
+        initializer_range=0.08,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(config.seed, "tiny weights"))
+        return Qwen2ForCausalLM(shape)
+
+
+# --- cloning ---
+
+
+def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id: int) -> float:
+    """Behaviour cloning, in place: returns the mean loss in nats a token over the last tenth. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=config.lr, weight_decay=0.01)
+    device = next(actor.parameters()).device
+    recent, started = [], time.perf_counter()
+    bar = tqdm(_updates(demos, config), total=config.updates, desc="cloning", unit="update", disable=_quiet(), leave=False)
+    for update, chosen in enumerate(bar):
+        done = update / config.updates
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * min(1.0, 10 * (update + 1) / config.updates, 1.9 - 1.8 * done if done > 0.5 else 1.0)
+        trained = sum(sum(demo.loss_mask) for demo in chosen)
+        loss = torch.zeros((), device=device)
+        for rows in deal(micro_batches([len(demo.ids) for demo in chosen], 4096), rank, world):
+            batch = collate([chosen[row] for row in rows] or chosen[:1], pad_id)
+            # nothing of this update is left for this rank: it scores one row and learns nothing from it
+            mask = batch.loss_mask if rows else torch.zeros_like(batch.loss_mask)
+            logprobs, _ = actor(batch.input_ids.to(device), mask.to(device))
+            part = sft_loss(logprobs, mask.to(device), denominator=trained)
+            (part * world).backward()  # FSDP averages over ranks; the denominator is already everybody's
+            loss += part.detach()
+        torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if update >= 0.9 * config.updates:
+            dist.all_reduce(loss)
+            recent.append(loss.item())
+            bar.set_postfix(loss=f"{recent[-1]:.3f}")
+    if rank == 0:
+        print(f"cloned {len(demos)} demonstrations: loss {sum(recent) / len(recent):.3f} nats a token, "
+              f"{config.updates} updates, {time.perf_counter() - started:.0f} s")
+    return sum(recent) / len(recent)
+
+
+def _updates(demos: list[Trajectory], config: Config):
+    """Lists of demonstrations, about `batch_tokens` tokens each, in a new seeded order every epoch."""
+    stream = shuffled(demos, (config.seed, "cloning order"))
+    for _ in range(config.updates):
+        chosen = [next(stream)]
+        while sum(len(demo.ids) for demo in chosen) < config.batch_tokens:
+            chosen.append(next(stream))
+        yield chosen
+
+
+def shuffled(items: list, key: tuple) -> Iterator:
+    """Every item once in a random order, then all again in another, for ever."""
+    for epoch in count():
+        order = list(items)
+        random.Random(seed_for(*key, epoch)).shuffle(order)
+        yield from order
+
+
+# --- the starting policy ---
+
+
+def starting_policy(config: Config, cache: Path = Path("out/models")) -> str:
+    """The folder of a `tiny` cloned from the expert: made on first use, then found again. Collective.
+
+    Its name carries a hash of the configuration and of the source it depends on, so a changed environment,
+    prompt or hyper-parameter can't be trained on from a stale start.
+    """
+    shaped_by = {key: value for key, value in asdict(config).items() if key != "name"}
+    sources = [inspect.getsource(module) for module in (sys.modules[__name__], agent)]
+    sources += [Path(envs.__file__).with_name(f"{name}.py").read_text() for name in config.env]
+    digest = hashlib.blake2b(json.dumps([shaped_by, sources, torch.__version__]).encode(), digest_size=5).hexdigest()
+    folder = cache / f"tiny-{'-'.join(config.env)}-{digest}"
+    dist.barrier()
+    if not (folder / "config.json").exists():
+        demos, instructions = gather_demonstrations(config)
+        texts = [text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])]
+        tokenizer = make_tokenizer(texts, config.vocab)
+        learn(weights.Actor(make_tiny(tokenizer, config)), tokenizer, demos, instructions, config, folder)
+    dist.barrier()
+    return str(folder)
+
+
+def gather_demonstrations(config: Config) -> tuple[list[Demonstration], dict[str, str]]:
+    """Demonstrations of every environment of the mixture, and each one's instructions."""
+    options = parse_options(list(config.options), list(config.env))
+    demos, instructions = [], {}
+    for name in config.env:
+        demos += demonstrate(name, options[name], -(-config.demos // len(config.env)), config)
+        instructions[name] = envs.make(name, **options[name]).instructions
+    return demos, instructions
+
+
+def learn(policy, tokenizer, demos: list[Demonstration], instructions: dict, config: Config, folder: Path) -> None:
+    """Shard a policy, clone the demonstrations, and save it to `folder` as a Hugging Face model. Collective."""
+    chat = Chat(tokenizer)
+    policy.to(weights.device())
+    weights.shard(policy, weights.mesh(), weights.compute_dtype())
+    clone(policy, [as_trajectory(demo, chat, instructions[demo.env]) for demo in demos], config, tokenizer.pad_token_id)
+    weights.save_policy(folder, policy, tokenizer)
+
+
+def main(config: Config) -> None:
+    """Make demonstrations, clone them, save the policy: `tiny` from scratch, anything else from its weights."""
+    with weights.distributed():
+        if config.model == "tiny":
+            print(f"starting policy: {starting_policy(config)}")
+            return
+        path = weights.smollm2() if config.model == "smollm2" else config.model
+        lm, tokenizer = weights.load(path)
+        folder = weights.new_run(config.name, "sft") / "policy"
+        demos, instructions = gather_demonstrations(config)
+        learn(weights.Actor(lm), tokenizer, demos, instructions, config, folder)
+        print(f"cloned policy: {folder}")
+
+
+def _quiet() -> bool | None:
+    # None: tqdm draws a bar on a terminal and nothing into a file
+    return None if dist.get_rank() == 0 else True
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config))
+    except ValueError as error:
+        sys.exit(weights.complain(error))
