@@ -20,6 +20,7 @@ import copy
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -206,9 +208,19 @@ def distributed():
         dist.destroy_process_group()
 
 
+def local_rank() -> int:
+    """This process among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    """How many processes this node has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def device() -> torch.device:
     """This rank's GPU, or the CPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def compute_dtype() -> torch.dtype:
@@ -220,6 +232,17 @@ def compute_dtype() -> torch.dtype:
 def mesh() -> DeviceMesh:
     """All ranks in a row: the line that parameters are split along."""
     return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
+def run_command(main: Callable, config_class: type, *expected: type[Exception]) -> None:
+    """Parse the command line and run `main`. A user's mistake is one line (from rank 0) and exit code 2;
+    a failure that `expected` foresees is one line and exit code 1; any other is a bug, with its traceback."""
+    try:
+        main(tyro.cli(config_class))
+    except (ValueError, *expected) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
 # --- shard ---
@@ -238,7 +261,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype = torc
     backbone = module.lm.get_decoder() if isinstance(module, Actor) else module.backbone
     for block in backbone.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(module, mesh=mesh, mp_policy=policy)
+    # FSDP2 would keep the outermost parameters gathered until a backward pass: after a forward pass without
+    # one they would hide the sharded ones, and stay as they are while the optimizer changes those.
+    return fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 def full_weights(actor: Actor) -> Iterator[tuple[str, Tensor]]:
@@ -249,13 +274,67 @@ def full_weights(actor: Actor) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampler_copy(actor: Actor, world_size: int, dtype: torch.dtype) -> PreTrainedModel:
-    """A plain, unsharded twin of the policy for the `hf` engine: call it before `shard`, then `share`.
+    """A plain, unsharded twin of the policy for the `hf` engine: call it before `shard`, and `share` after.
 
-    Sharding replaces a module's parameters and hooks its forward; sampling wants neither.
+    Sharding replaces a module's parameters and hooks its forward pass; sampling wants neither. One process
+    that computes in float32 needs no second set of weights: the twin's parameters are the policy's own.
     """
-    kept = {id(p): p for p in actor.lm.parameters()} if world_size == 1 else {}
-    twin = copy.deepcopy(actor.lm, kept)
-    return twin.to(dtype).eval().requires_grad_(False) if world_size > 1 else twin.eval()
+    is_shared = world_size == 1 and dtype == torch.float32
+    twin = copy.deepcopy(actor.lm, {id(p): p for p in actor.lm.parameters()} if is_shared else {})
+    return twin.eval() if is_shared else twin.to(dtype).eval().requires_grad_(False)
+
+
+def share(twin: PreTrainedModel, actor: Actor) -> None:
+    """After `shard`: let the twin look at the sharded parameters' memory, where one rank holds all of it."""
+    sharded = dict(actor.lm.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if parameter.requires_grad:  # false on a twin with weights of its own
+            parameter.data = sharded[name].detach().to_local()
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    """Shorten the gradient of all of an optimizer's parameters to `max_norm`; returns the norm it had."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+# --- a run's folder ---
+
+
+def new_run(name: str, kind: str, root: Path = Path("out")) -> Path:
+    """Make and return the folder out/<name>; the next free out/<kind>-001, -002, ... where no name is given.
+
+    raises  ValueError where a folder named by hand holds something already: nothing is overwritten
+    """
+    if name:
+        folder = root / name
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} already holds a run: choose another --name, or continue it with --resume")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for number in range(1, 10**6):
+        folder = root / f"{kind}-{number:03d}"
+        try:
+            folder.mkdir(parents=True)  # fails where it exists: two runs started at once get two folders
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("a million runs")
+
+
+def on_rank_0(make: Callable[[], object]) -> object:
+    """What `make()` returns on rank 0, on every rank; what it raises there, everywhere. Collective."""
+    box: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except (ValueError, OSError) as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
 
 
 # --- save and resume ---
@@ -327,6 +406,13 @@ def newest_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the highest step under `run`/checkpoints, or None. Half-written ones don't count."""
     found = [p for p in (run / "checkpoints").glob("step_*") if p.name[5:].isdigit() and (p / "state.json").exists()]
     return max(found, key=lambda p: int(p.name[5:]), default=None)
+
+
+def keep_newest(run: Path, count: int) -> None:
+    """Delete all but the newest `count` checkpoints of a run (on one rank)."""
+    found = sorted((run / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
+    for folder in found[: max(0, len(found) - count)]:
+        shutil.rmtree(folder)
 
 
 def _save_folder(folder: Path, write: Callable[[Path], object]) -> None:

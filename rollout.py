@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -295,6 +296,17 @@ class EnvPool:
         self.grace = grace
         self._idle: list[list[RemoteEpisode]] = [[] for _ in urls]
         self._lock = threading.Lock()
+        self.instructions = ""  # known after `check`
+
+    def check(self, env: str) -> None:
+        """raises ValueError, in one sentence, where a server does not answer or serves another environment."""
+        for client in self.clients:
+            try:
+                served = client.health()["env"]
+            except EnvError as error:
+                raise ValueError(f"no environment server at {client.url}: {error}. Start one: python env_server.py --env {env}") from None
+            if served != env:
+                raise ValueError(f"the server at {client.url} serves {served}, but --env is {env}")
         self.instructions = self.clients[0].instructions()
 
     def start(self, preferred: int, task: str, seed: int) -> tuple[RemoteEpisode, str, dict]:
@@ -539,6 +551,27 @@ class Batch:
     returns: Tensor  # (B,) sum of rewards
     group_ids: Tensor  # (B,)
     terminated: Tensor  # (B,) the environment ended it; otherwise a limit did
+    # What the trainer adds, once a step: all (B, T)
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    old_values: Tensor | None = None
+    value_targets: Tensor | None = None
+
+    def select(self, rows: list[int], device: torch.device | str = "cpu") -> "Batch":
+        """Some rows, cut to the longest of them. For no rows: the first one, with nothing to learn from.
+
+        (A rank without work still runs the model once; see `deal`.)
+        """
+        picked = torch.tensor(rows or [0])
+        width = int(self.lengths[picked].max())
+        parts = {}
+        for name, tensor in vars(self).items():
+            part = None if tensor is None else tensor[picked]
+            parts[name] = part if part is None else (part[:, :width] if part.ndim == 2 else part).to(device)
+        if not rows:
+            parts["loss_mask"] = torch.zeros_like(parts["loss_mask"])
+        return Batch(**parts)
 
 
 def collate(trajectories: list[Trajectory], pad_id: int = 0) -> Batch:
@@ -596,3 +629,32 @@ def deal(groups: list[list[int]], rank: int, world_size: int) -> list[list[int]]
     """
     mine = groups[rank::world_size]
     return mine + [[]] * (-(-len(groups) // world_size) - len(mine))
+
+
+# --- many ranks ---
+
+
+def rollout_on_all_ranks(engine, chat: Chat, pools: dict[str, EnvPool], trajectories: list[Trajectory], *args, **kwargs):
+    """`rollout`, with the groups dealt over the ranks, and the whole result on every rank. Collective.
+
+    Trajectories are some kilobytes each. Once all ranks have all of them, advantages need no further
+    communication, and micro-batches can be dealt so that every rank computes equally much.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = rollout(engine, chat, pools, [t for t in trajectories if t.group % world == rank], *args, **kwargs)
+    parts = [None] * world
+    dist.all_gather_object(parts, mine)
+    return sorted((t for part in parts for t in part), key=lambda t: (t.group, t.sample))
+
+
+def check_errors(trajectories: list[Trajectory], most: float) -> None:
+    """Stop when more than a share `most` of the episodes failed: what is left may be a biased sample.
+
+    raises  RolloutError with the first failure's own words
+    """
+    failed = [t for t in trajectories if t.end == "error"]
+    if len(failed) > most * len(trajectories) or len(failed) == len(trajectories):
+        raise RolloutError(
+            f"{len(failed)} of {len(trajectories)} episodes failed, more than the share {most:g} that "
+            f"--max-error-fraction allows. The first, {failed[0].env} {failed[0].task!r}: {failed[0].error}"
+        )

@@ -312,7 +312,4 @@ def _quiet() -> bool | None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config))
-    except ValueError as error:
-        sys.exit(weights.complain(error))
+    weights.run_command(main, Config)

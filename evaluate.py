@@ -1,0 +1,291 @@
+"""
+Is it better, by how much, and how sure are we: success rates with intervals, on tasks never trained on.
+
+    a policy, a split  ->  trajectories (tasks x samples)  ->  success, return, turns, endings, pass@k
+
+    summarise   trajectories -> one record of numbers
+    bootstrap   95 % interval of a mean over tasks           Efron 1979, the percentile method
+    table       that record, to read
+
+The tasks are the sample, not the episodes: several tries at one task share its difficulty, so intervals
+are drawn over tasks. `dev` is for choosing, `test` for reporting: look at it once.
+
+Read train.py first. Run it:
+
+    python evaluate.py --model out/train-001/checkpoints/step_40 --samples 4 --max-turns 4 8 12
+"""
+
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+import tyro
+
+import envs
+import model as weights
+import sft
+from agent import Chat, Trajectory
+from algorithms import pass_at_k
+from curriculum import seed_for
+from env_server import EnvServers, parse_options
+from rollout import EnvPool, HFEngine, Limits, RolloutError, check_errors, rollout_on_all_ranks
+
+
+@dataclass(frozen=True)
+class Config:
+    """Evaluate a policy. Every field is a flag: --split dev"""
+
+    model: str = "tiny"  # tiny (the starting policy), smollm2, a checkpoint folder, or a hub id
+    env: tuple[str, ...] = ("babyai",)  # files in envs/
+    options: tuple[str, ...] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
+    env_urls: tuple[str, ...] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
+    env_token: str = ""  # what those servers want to hear
+    replicas: int = 1  # server processes for each environment, where we start them
+    engine: Literal["auto", "hf"] = "auto"  # what samples
+    split: Literal["train", "dev", "test"] = "test"
+    samples: int = 1  # episodes a task: avg@k and pass@k
+    max_turns: tuple[int, ...] = ()  # turn limits to try, one table each; the environment's own if none is given
+    temperature: float = 1.0  # 0 is greedy
+    limit: int = 0  # only the first so many tasks; 0 for all
+    max_new_tokens: int = 64  # a turn
+    max_tokens: int = 1536  # an episode
+    max_observation_tokens: int = 256  # an observation
+    concurrency: int = 256  # episodes at once
+    env_timeout: float = 60.0  # seconds for one call to an environment
+    max_error_fraction: float = 0.1  # of episodes whose environment failed; more than that is no result
+    seed: int = 0
+    name: str = ""  # the folder out/<name>; the next free number if empty
+
+    def __post_init__(self):
+        check_common(self)
+        if self.samples < 1 or self.limit < 0:
+            raise ValueError(f"--samples must be 1 or more and --limit 0 or more, got {self.samples} and {self.limit}")
+        if any(turns < 1 for turns in self.max_turns):
+            raise ValueError(f"--max-turns must be 1 or more, got {self.max_turns}")
+
+
+def check_common(config) -> None:
+    """What train.py and evaluate.py both refuse before anything is loaded. raises ValueError."""
+    for name in config.env:
+        if name not in envs.NAMES:
+            raise ValueError(f"--env must be among {', '.join(envs.NAMES)}, got {name!r}")
+    for name, options in parse_options(config.options, config.env).items():
+        envs.make(name, **options).close()  # an unknown or impossible option
+    server_urls(config)
+    for field in ("max_new_tokens", "max_tokens", "max_observation_tokens", "concurrency"):
+        if getattr(config, field) < 1:
+            raise ValueError(f"--{field.replace('_', '-')} must be 1 or more, got {getattr(config, field)}")
+    if config.temperature < 0:
+        raise ValueError(f"--temperature must be 0 (greedy) or more, got {config.temperature}")
+
+
+# --- where the environments are ---
+
+
+def server_urls(config) -> dict[str, list[str]]:
+    """--env-urls by environment; raises ValueError where an address can't be told to belong to one."""
+    urls: dict[str, list[str]] = {name: [] for name in config.env}
+    for item in config.env_urls:
+        name, has_name, url = item.partition("=") if not item.startswith("http") else (config.env[0], "=", item)
+        if not has_name or name not in urls or (item == url and len(urls) > 1):
+            raise ValueError(f"--env-urls takes http://host:port, or env=http://host:port with several --env, got {item!r}")
+        urls[name].append(url)
+    missing = [name for name, known in urls.items() if config.env_urls and not known]
+    if missing:
+        raise ValueError(f"--env-urls has no address for {', '.join(missing)}")
+    return urls
+
+
+def open_pools(config, stack: ExitStack) -> dict[str, EnvPool]:
+    """A pool of remote episodes for each environment; local servers are started where no address is given.
+
+    One rank of each node starts them. They end with `stack`. Collective.
+    raises  ValueError where a server does not answer, or serves something else
+    """
+    urls = server_urls(config)
+    options = parse_options(config.options, config.env)
+    if not config.env_urls:
+        launched = {}
+        if weights.local_rank() == 0:
+            for name in config.env:
+                ranks = max(1, weights.local_world_size())
+                servers = EnvServers(name, options[name], replicas=config.replicas, capacity=config.concurrency * ranks + 16)
+                launched[name] = stack.enter_context(servers).urls
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, launched)
+        urls = everywhere[dist.get_rank() - weights.local_rank()]
+    pools = {}
+    for name, addresses in urls.items():
+        pools[name] = EnvPool(addresses, token=config.env_token, timeout=config.env_timeout)
+        stack.callback(pools[name].close)
+        pools[name].check(name)
+    return pools
+
+
+# --- numbers ---
+
+
+def bootstrap(values: list[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
+    """95 % interval of the mean: draw as many tasks with replacement, take the mean, again and again.
+
+    values   one a task, already averaged over its samples
+    returns  (low, high); a single task gives no interval but itself
+    """
+    rng = random.Random(seed_for(seed, "bootstrap"))
+    means = sorted(sum(rng.choices(values, k=len(values))) / len(values) for _ in range(resamples))
+    return means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1]
+
+
+def by_task(trajectories: list[Trajectory]) -> dict[tuple[str, str], list[Trajectory]]:
+    """The valid trajectories of each (environment, task): those whose environment did not fail."""
+    tasks: dict[tuple[str, str], list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.end != "error":
+            tasks.setdefault((trajectory.env, trajectory.task), []).append(trajectory)
+    return tasks
+
+
+def summarise(trajectories: list[Trajectory], seed: int = 0) -> dict:
+    """One record of what an evaluation found. Errors are counted, and left out of everything else.
+
+    success_rate (avg@k) is the mean over tasks of the share of successful samples, pass@k the unbiased chance that
+    one of k samples succeeds, return_mean the mean sum of rewards. Success and return are both reported,
+    because an environment may pay for more, or less, than success.
+    """
+    tasks = by_task(trajectories)
+    valid = [trajectory for group in tasks.values() for trajectory in group]
+    record = {"tasks": len(tasks), "episodes": len(valid), "errors": len(trajectories) - len(valid)}
+    if not valid:
+        return record
+    rates = [_mean(t.success for t in group) for group in tasks.values()]
+    fewest = min(len(group) for group in tasks.values())
+    categories = sorted({(t.env, t.category) for t in valid})
+    return record | {
+        "success_rate": _mean(rates),
+        "success_interval": bootstrap(rates, seed),
+        "return_mean": _mean(t.episode_return for t in valid),
+        "turns_mean": _mean(len(t.turns) for t in valid),
+        "ends": dict(Counter(t.end for t in valid)),
+        "pass_at": {
+            str(k): _mean(pass_at_k(len(group), sum(t.success for t in group), k) for group in tasks.values())
+            for k in sorted({2**i for i in range(fewest.bit_length())} | {fewest})
+        },
+        "by_category": {
+            f"{env}/{category}": _mean(t.success for t in valid if (t.env, t.category) == (env, category))
+            for env, category in categories
+        },
+        "per_task": {f"{env}/{task}": rate for (env, task), rate in zip(tasks, rates, strict=True)},
+    }
+
+
+def _mean(values) -> float:
+    values = [float(value) for value in values]
+    return sum(values) / len(values)
+
+
+def gain(before: dict, after: dict, seed: int = 0) -> tuple[float, float, float]:
+    """Mean gain in success between two records on the same tasks, and its 95 % interval.
+
+    Paired: the difference is taken task by task, so that how hard the tasks are cancels out.
+    """
+    shared = before["per_task"].keys() & after["per_task"].keys()
+    differences = [after["per_task"][task] - before["per_task"][task] for task in sorted(shared)]
+    return _mean(differences), *bootstrap(differences, seed)
+
+
+def table(record: dict, title: str) -> str:
+    """A record as lines of text."""
+    if not record["episodes"]:
+        return f"{title}: no valid episode ({record['errors']} errors)"
+    low, high = record["success_interval"]
+    ends = ", ".join(f"{count} {end}" for end, count in sorted(record["ends"].items()))
+    lines = [
+        f"{title}: success {record['success_rate']:.3f} [{low:.3f}, {high:.3f}], return {record['return_mean']:.3f}, "
+        f"{record['turns_mean']:.1f} turns, {record['tasks']} tasks, {record['episodes']} episodes, {record['errors']} errors",
+        f"    ended by: {ends}",
+        "    " + ", ".join(f"{name} {rate:.2f}" for name, rate in record["by_category"].items()),
+    ]
+    if len(record["pass_at"]) > 1:
+        lines.append("    " + ", ".join(f"pass@{k} {rate:.3f}" for k, rate in record["pass_at"].items()))
+    return "\n".join(lines)
+
+
+def transcript(trajectory: Trajectory, chat: Chat, color: bool) -> str:
+    """A whole trajectory as the model reads it, the agent's own tokens coloured by loss_mask (or «marked»)."""
+    out, inside = [], False
+    opening, closing = ("\033[32m", "\033[0m") if color else ("«", "»")
+    pieces: list[tuple[int, list[int]]] = []
+    for token, mask in zip(trajectory.ids, trajectory.loss_mask, strict=True):
+        if not pieces or pieces[-1][0] != mask:
+            pieces.append((mask, []))
+        pieces[-1][1].append(token)
+    for inside, ids in pieces:
+        text = chat.tokenizer.decode(ids)
+        out.append(f"{opening}{text}{closing}" if inside else text)
+    return "".join(out) + f"\n[{trajectory.end}, success {trajectory.success}, return {trajectory.episode_return:g}]"
+
+
+# --- running it ---
+
+
+def play_split(engine, chat, pools, split: str, config, limits: Limits, key: tuple, samples: int, temperature: float, limit: int = 0):
+    """`samples` episodes of each task of a split. Collective; returns all trajectories on every rank."""
+    tasks = [(name, task) for name, pool in pools.items() for task in first(pool.clients[0].tasks(split), limit)]
+    blanks = [Trajectory(env, task, group, n) for group, (env, task) in enumerate(tasks) for n in range(samples)]
+    return rollout_on_all_ranks(
+        engine, chat, pools, blanks, limits, key, temperature, config.seed, config.concurrency
+    )
+
+
+def first(tasks: list[str], limit: int) -> list[str]:
+    """The first `limit` tasks, all for 0. The order of a split is made so that its start is a fair sample of it."""
+    return tasks[:limit] if limit else tasks
+
+
+def find_model(config) -> str:
+    """The folder or hub id behind --model; makes `tiny` (by cloning) and `smollm2` on first use. Collective."""
+    if config.model == "tiny":
+        return sft.starting_policy(sft.Config(env=config.env, options=config.options, seed=config.seed))
+    return weights.on_rank_0(weights.smollm2) if config.model == "smollm2" else config.model
+
+
+def main(config: Config) -> None:
+    """Evaluate on every requested turn limit, print tables, write out/<name>/eval.jsonl."""
+    with ExitStack() as stack:
+        stack.enter_context(weights.distributed())
+        path = find_model(config)
+        lm, tokenizer = weights.load(path, weights.compute_dtype())
+        chat = Chat(tokenizer)
+        engine = HFEngine(lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
+        run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
+        pools = open_pools(config, stack)
+        for max_turns in config.max_turns or (max(envs.make(name).max_turns for name in config.env),):
+            limits = Limits(max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens)
+            started = time.perf_counter()
+            trajectories = play_split(
+                engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
+                config.temperature, config.limit,
+            )  # fmt: skip
+            check_errors(trajectories, config.max_error_fraction)
+            record = summarise(trajectories, config.seed)
+            if dist.get_rank() == 0:
+                print(table(record, f"{config.split}, {max_turns} turns, temperature {config.temperature:g}"))
+                seconds = time.perf_counter() - started
+                line = {"model": path, "split": config.split, "max_turns": max_turns, "temperature": config.temperature}
+                with open(run / "eval.jsonl", "a") as file:
+                    file.write(json.dumps(line | record | {"seconds": seconds}) + "\n")
+        if dist.get_rank() == 0:
+            (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+            print(transcript(trajectories[0], chat, sys.stdout.isatty()))
+
+
+if __name__ == "__main__":
+    weights.run_command(main, Config, RolloutError)
