@@ -45,7 +45,7 @@ import tyro
 import urllib3
 import waitress
 from flask import Flask, Response, request
-from urllib3.exceptions import HTTPError, NewConnectionError
+from urllib3.exceptions import HTTPError, NewConnectionError, TimeoutError
 from werkzeug.exceptions import HTTPException
 
 import envs
@@ -212,13 +212,14 @@ class Episodes:
 
     @contextmanager
     def using(self, episode_id: str) -> Iterator[Episode]:
-        """An episode, locked. If its environment raises it is closed: its state can't be trusted."""
+        """An episode, locked. One whose environment raises is closed: its state may be anything."""
         unknown = EnvError("unknown_id", "no such episode: closed, crashed, or idle too long", 404)
-        if (episode := self._table.get(episode_id)) is None:
+        episode = self._table.get(episode_id)
+        if episode is None or episode.is_closing:
             raise unknown
         try:
             with episode.lock:
-                if episode.is_closing:
+                if episode.is_closing:  # while we waited for the lock
                     raise unknown
                 episode.last_used = time.monotonic()
                 try:
@@ -292,7 +293,6 @@ def create_app(
     """
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
-    app.url_map.merge_slashes = False  # "//step" is an unknown route, not a redirect
     env = make_env()  # asked once for what all episodes share
     tasks = {split: list(env.tasks(split)) for split in SPLITS}
     constants = {"env": name, "version": VERSION, "capacity": capacity, "max_turns": env.max_turns}
@@ -434,7 +434,7 @@ def make_server(app: Flask, host: str, port: int) -> waitress.server.BaseWSGISer
 
 
 def end_with_launcher() -> None:
-    """The launcher never writes to our stdin: this read returns when it is gone, even by SIGKILL."""
+    """The launcher never writes to our stdin: this read returns once it is gone, however it went."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(8)  # waitress gives busy threads 5 seconds
@@ -444,10 +444,10 @@ def end_with_launcher() -> None:
 def serve(config: "Config", make_env: Callable[[], gym.Env]) -> None:
     """Be one server process until a signal comes."""
     token = config.token or os.environ.get("ENV_TOKEN", "")
-    if not token and config.host not in ("127.0.0.1", "localhost", "::1"):
-        log.warning("no --token: whoever can reach %s can use up all episodes", config.host)
     app = create_app(make_env, config.env, config.capacity, config.ttl, token)
     server = make_server(app, config.host, config.port)
+    if not token and config.host not in ("127.0.0.1", "localhost", "::1"):
+        log.warning("no --token: whoever can reach %s can use up all episodes", config.host)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if os.environ.pop("ENV_OWNED", ""):  # set by Replica; popped, so that our children don't see it
         threading.Thread(target=end_with_launcher, daemon=True).start()
@@ -531,9 +531,10 @@ class EnvClient:
                 return self._pool.urlopen(method, path, body, self._headers, **settings)
             except HTTPError as error:
                 # A refused connection carried nothing, so nothing can happen twice.
-                is_safe = route != "/create" or isinstance(error, NewConnectionError)
+                is_refused = isinstance(error, NewConnectionError)
+                is_safe = is_refused or route != "/create"
                 if not is_safe or time.monotonic() + pause >= deadline:
-                    is_late = isinstance(error, urllib3.exceptions.TimeoutError)
+                    is_late = isinstance(error, TimeoutError) and not is_refused
                     code = "timeout" if is_late else "unreachable"
                     raise EnvError(code, f"{method} {self.url}{route}: {error}") from error
                 time.sleep(pause)
@@ -557,8 +558,8 @@ class RemoteEpisode:
         observation, info = episode.reset("a task")
         observation, reward, terminated, truncated, info = episode.step("an action")
 
-    It can be reset again and again, and used by any thread, one at a time. After an EnvError that
-    says timeout or unreachable the same step may be tried again: `turn` counts replies that arrived.
+    It can be reset again and again, and used by any thread, one at a time. After an EnvError with
+    code timeout or unreachable the same step may be tried again: `turn` counts what arrived.
     """
 
     def __init__(self, client: EnvClient):
@@ -808,7 +809,7 @@ def play(env: gym.Env, task: str | None) -> None:
 
 def main(config: Config) -> None:
     options = parse_options(config.options, [config.env])[config.env]
-    make_env = lambda: envs.make(config.env, **options)  # noqa: E731
+    make_env = lambda: envs.make(config.env, **options)
     if config.play:
         env = make_env()
         try:

@@ -60,6 +60,7 @@ class Config:
     max_observation_tokens: int = 256  # an observation
     concurrency: int = 256  # episodes at once
     env_timeout: float = 60.0  # seconds for one call to an environment
+    env_grace: float = 60.0  # seconds in which a server that does not answer may come back
     max_error_fraction: float = 0.1  # of episodes whose environment failed; more than that is no result
     seed: int = 0
     name: str = ""  # the folder out/<name>; the next free number if empty
@@ -124,7 +125,7 @@ def open_pools(config, stack: ExitStack) -> dict[str, EnvPool]:
         urls = everywhere[dist.get_rank() - weights.local_rank()]
     pools = {}
     for name, addresses in urls.items():
-        pools[name] = EnvPool(addresses, token=config.env_token, timeout=config.env_timeout)
+        pools[name] = EnvPool(addresses, token=config.env_token, timeout=config.env_timeout, grace=config.env_grace)
         stack.callback(pools[name].close)
         pools[name].check(name)
     return pools

@@ -75,6 +75,7 @@ class Config:
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
     steps: int = 60  # training steps: a batch of trajectories and its updates
+    budget_tokens: int = 0  # stop early, once this many tokens have been sampled in training; 0 for no such limit
     tasks_per_step: int = 12  # groups
     group_size: int = 8  # G, trajectories a task
     stages: tuple[int, ...] = (4, 8, 12)  # turn limits, one a curriculum stage; a single one is a fixed horizon
@@ -113,6 +114,7 @@ class Config:
     max_observation_tokens: int = 256  # an observation; a longer one loses its middle
     max_invalid: int = 3  # the Nth invalid action or broken form ends the episode; 0 for never
     env_timeout: float = 60.0  # seconds for one call to an environment
+    env_grace: float = 60.0  # seconds in which a server that does not answer may come back
     episode_seconds: float = 600.0  # for an episode, retries included
     max_error_fraction: float = 0.5  # stop when more episodes of a step fail than this
     concurrency: int = 256  # episodes at once on each rank
@@ -157,14 +159,16 @@ class Config:
 # --- scoring and credit ---
 
 
-def score(forward, batch: Batch, config: Config) -> Tensor:
-    """Run `forward` (rows of a batch -> (b, t)) over a whole batch without gradients: (B, T), on every rank."""
+def score(forward, batch: Batch, rows: list[int], config: Config) -> Tensor:
+    """Run `forward` (a Batch -> (b, t)) over some rows without gradients: (B, T), on every rank, 0 elsewhere."""
     scored = torch.zeros(batch.input_ids.shape)
+    groups = micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens)
     with torch.no_grad():
-        for rows in deal(micro_batches(batch.lengths.tolist(), config.micro_tokens), dist.get_rank(), dist.get_world_size()):
-            part = forward(batch.select(rows, weights.device())).cpu()
-            if rows:
-                scored[rows, : part.shape[1]] = part
+        for group in deal(groups, dist.get_rank(), dist.get_world_size()):
+            mine = [rows[i] for i in group]
+            part = forward(batch.select(mine, weights.device())).cpu()
+            if mine:
+                scored[mine, : part.shape[1]] = part
     dist.all_reduce(scored)  # each row was some rank's; the others hold zeros
     return scored
 
@@ -363,17 +367,17 @@ def append_lines(path: Path, lines: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
-def take_back(path: Path, step: int, steps: int) -> None:
+def take_back(path: Path, step: int) -> None:
     """Drop the lines that the checkpoint of `step` does not know, and what a crash cut off.
 
-    Lines of the closing evaluation (step `steps`, test) go too: it is done again.
+    So do lines of a closing evaluation (on test, after step 0): it comes after the last checkpoint, and again.
     """
     if not path.exists():
         return
     kept = []
     for text in path.read_text().splitlines(keepends=True):
         line = json.loads(text) if text.endswith("\n") else {"step": step + 1}
-        is_closing = line.get("split") == "test" and line["step"] == steps > 0
+        is_closing = line.get("split") == "test" and line["step"] > 0
         if line["step"] <= step and not is_closing:
             kept.append(text)
     temporary = path.with_suffix(".part")
@@ -458,7 +462,7 @@ def open_run(config: Config) -> tuple[Path, Path | None]:
         raise ValueError(f"there is no run to resume in {run}: start it without --resume")
     saved, now = json.loads((run / "config.json").read_text()), json.loads(json.dumps(dataclasses.asdict(config)))
     # What may differ changes nothing that has been computed already.
-    free = {"resume", "steps", "save_every", "log_tokens", "env_urls", "env_token", "replicas", "env_timeout"}
+    free = {"resume", "steps", "save_every", "log_tokens", "env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
     changed = [f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}" for key in now if key not in free and now[key] != saved.get(key)]
     if changed:
         raise ValueError(f"{run} was started with another configuration ({'; '.join(changed)}): use the same flags, or a new --name")
@@ -497,12 +501,12 @@ def main(config: Config) -> None:
         rates = {"actor": config.lr, "critic": config.critic_lr}
         optimizers = {name: torch.optim.AdamW(m.parameters(), lr=rates[name], weight_decay=0.0) for name, m in modules.items()}
 
-        state = {"step": 0, "version": 0, "history": [], "best": -1.0}
+        state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
         if checkpoint:
             state = weights.load_training_state(checkpoint, optimizers, modules)
         if is_main and config.resume:
             for file in ("metrics.jsonl", "trajectories.jsonl", "eval.jsonl"):
-                take_back(run / file, state["step"] if checkpoint else -1, config.steps)
+                take_back(run / file, state["step"] if checkpoint else -1)
             print(f"resuming {run} after step {state['step']}")
         engine.sync(weights.full_weights(actor), state["version"])
         pools = open_pools(config, stack)
@@ -562,17 +566,18 @@ def main(config: Config) -> None:
             valid = [t for t in trajectories if t.end != "error"]
             batch = collate(valid, tokenizer.pad_token_id or 0)
             metrics = {"step": step, "max_turns": max_turns, **rollout_metrics(trajectories, batch)}
-            updates_ahead = config.epochs * config.minibatches
-            if updates_ahead > 1 or config.kl_in == "reward":
-                batch.old_logprobs = score(lambda part: actor(part.input_ids, part.loss_mask, config.temperature)[0], batch, config)
+            rows = trainable_rows(valid, batch, config)
+            everything = list(range(len(valid)))
+            logprobs = lambda policy: lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]  # noqa: E731
+            if config.epochs * config.minibatches > 1 or (config.kl_coef and config.kl_in == "reward"):
+                batch.old_logprobs = score(logprobs(actor), batch, rows, config)
             if reference:
-                batch.ref_logprobs = score(lambda part: reference(part.input_ids, part.loss_mask, config.temperature)[0], batch, config)
+                batch.ref_logprobs = score(logprobs(reference), batch, rows, config)
             last_values = None
             if critic:
-                batch.old_values = score(lambda part: critic(part.input_ids, part.lengths)[0], batch, config)
-                last_values = score(lambda part: critic(part.input_ids, part.lengths)[1][:, None], batch, config)[:, 0]
+                batch.old_values = score(lambda part: critic(part.input_ids, part.lengths)[0], batch, everything, config)
+                last_values = score(lambda part: critic(part.input_ids, part.lengths)[1][:, None], batch, everything, config)[:, 0]
             batch = assign_credit(batch, last_values, config)
-            rows = trainable_rows(valid, batch, config)
 
             # 4. Improve.
             version, skipped, norms, parts = state["version"], 0, [], []
@@ -624,13 +629,17 @@ def main(config: Config) -> None:
                 if dev.get("success_rate", 0.0) > state["best"]:
                     state["best"] = dev["success_rate"]
                     weights.save_policy(run / "checkpoints" / "best", actor, tokenizer)
-            if step % config.save_every == 0 or step == config.steps:
+            state["sampled_tokens"] += metrics["sampled_tokens"]
+            is_last = step == config.steps or 0 < config.budget_tokens <= state["sampled_tokens"]
+            if step % config.save_every == 0 or is_last:
                 save(step)
+            if is_last:
+                break
         bar.close()
 
         if config.eval_every:
-            evaluate("test", config.steps, config.temperature, config.test_samples)
-            evaluate("test", config.steps, 0.0, 1)
+            evaluate("test", state["step"], config.temperature, config.test_samples)
+            evaluate("test", state["step"], 0.0, 1)
         if is_main:
             if config.eval_every:
                 print(transcript(valid[0], chat, os.isatty(1)))
