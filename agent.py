@@ -47,7 +47,11 @@ def parse_react(completion: str) -> tuple[str, str, str]:
     if not marks:
         return thought, "", "No action found. End your turn with one line: Action: the action"
     if len(marks) > 1:
-        return thought, "", f"{len(marks)} actions found. Write exactly one line: Action: the action"
+        return (
+            thought,
+            "",
+            f"{len(marks)} actions found. Write exactly one line: Action: the action",
+        )
     lines = completion[marks[0].end() :].strip().splitlines()
     if not lines:
         return thought, "", "The action is empty. Write it after the colon: Action: the action"
@@ -141,7 +145,9 @@ class Chat:
         return system + user
 
     def _render(self, messages: list[dict]) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -156,7 +162,10 @@ class Chat:
         return self._special.sub(lambda m: m[0][0] + " " + m[0][1:], text)
 
     def _check_append_only(self) -> None:
-        say, hear = {"role": "assistant", "content": _SAID}, {"role": "user", "content": "two\nlines"}
+        say, hear = (
+            {"role": "assistant", "content": _SAID},
+            {"role": "user", "content": "two\nlines"},
+        )
         opening = self._opening("Do it.", "first")
         whole = self._render(opening + [say, hear, say, hear])
         joined = self._render(opening) + 2 * (_SAID + self._before + "two\nlines" + self._after)
@@ -226,7 +235,9 @@ class Trajectory:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
-    def add_completion(self, ids: list[int], logprobs: list[float], chat: Chat, close: bool = True) -> Turn:
+    def add_completion(
+        self, ids: list[int], logprobs: list[float], chat: Chat, close: bool = True
+    ) -> Turn:
         """Append one turn of sampled tokens, and parse it.
 
         Where the sampler stopped for length, the end-of-turn token that the template needs is appended (if
@@ -241,7 +252,15 @@ class Trajectory:
             self.add_context([chat.end_of_turn])
         completion = chat.decode(ids)
         thought, action, error = parse_react(completion)
-        turn = Turn(self.observation, completion, thought, action, start, start + len(ids), format_error=bool(error))
+        turn = Turn(
+            self.observation,
+            completion,
+            thought,
+            action,
+            start,
+            start + len(ids),
+            format_error=bool(error),
+        )
         self.observation = error
         self.turns.append(turn)
         return turn

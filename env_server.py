@@ -53,6 +53,7 @@ import envs
 VERSION = "1"  # of the wire: changes when a client of the old one would misunderstand the new one
 SPLITS = ("train", "dev", "test")
 MAX_BODY = 2**20  # bytes; no action is that long
+START_SECONDS = 120.0  # for a server process to answer its first /health
 READY = "env_server: ready on "  # begins the line that tells people, and launchers, the address
 log = logging.getLogger("env_server")
 
@@ -262,7 +263,8 @@ class Episodes:
         """Close what no one used for the time-to-live. A slow step holds its lock and is spared."""
         for episode_id, episode in list(self._table.items()):
             if episode.lock.acquire(blocking=False):
-                episode.is_closing |= time.monotonic() - episode.last_used > self.ttl
+                if time.monotonic() - episode.last_used > self.ttl:
+                    episode.is_closing = True
                 episode.lock.release()
                 self._bury(episode_id, episode)
 
@@ -411,17 +413,15 @@ def make_server(app: Flask, host: str, port: int) -> waitress.server.BaseWSGISer
     """Waitress around the app, already listening; `run()` serves until Ctrl-C or SystemExit.
 
     A thread per episode, because a step may wait for a browser or a Java process: with fewer, slow
-    episodes would hold up quick ones. 256 idle threads cost 6 MB. The spare ones answer /health
+    episodes would hold up quick ones. 256 idle threads cost 4 MB. The spare ones answer /health
     and /close when every episode is busy.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        where = f"{host} port {port}"
-        raise ValueError(
-            f"can't listen on {where} ({error}): try another --port or --host"
-        ) from None
+        message = f"can't listen on {host} port {port} ({error}): try another --port or --host"
+        raise ValueError(message) from None
     capacity = app.extensions["episodes"].capacity
     return waitress.create_server(
         app,
@@ -434,7 +434,7 @@ def make_server(app: Flask, host: str, port: int) -> waitress.server.BaseWSGISer
 
 
 def end_with_launcher() -> None:
-    """The launcher never writes to our stdin: this read returns once it is gone, however it went."""
+    """The launcher never writes to our stdin: this read returns when it is gone, SIGKILL or not."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(8)  # waitress gives busy threads 5 seconds
@@ -628,7 +628,9 @@ class Replica:
             self.last_lines.append(text)
             os.write(2, line)  # sys.stderr is off limits to daemon threads while Python exits
 
-    def wait(self, deadline: float) -> None:
+    def wait(self) -> None:
+        """Until it answers. Else RuntimeError, with the last it said."""
+        deadline = time.monotonic() + START_SECONDS
         while not self.is_ready.wait(0.02):
             code = self.process.poll()
             if code is not None or time.monotonic() > deadline:
@@ -667,19 +669,18 @@ class EnvServers:
         token: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
-        start_seconds: float = 120.0,
     ):
+        token = token or os.environ.get("ENV_TOKEN", "")  # where clients look, too
         flags = ["--env", env, "--capacity", str(capacity), "--ttl", str(ttl), "--host", host]
         if options:
             flags += ["--options", *(f"{key}={value}" for key, value in options.items())]
-        self._start_seconds = start_seconds
         self._lock, self._is_closed = threading.Lock(), threading.Event()
         self._replicas: list[Replica] = []
         try:
             for index in range(replicas):  # start all, then wait: each takes a second or more
                 self._replicas.append(Replica(flags, token, port and port + index))
             for replica in self._replicas:
-                replica.wait(time.monotonic() + start_seconds)
+                replica.wait()
         except BaseException:  # Ctrl-C too: nobody else holds this object yet
             self.close()
             raise
@@ -688,6 +689,10 @@ class EnvServers:
     @property
     def urls(self) -> list[str]:
         return [replica.url for replica in self._replicas]
+
+    @property
+    def pids(self) -> list[int]:
+        return [replica.process.pid for replica in self._replicas]
 
     def ensure_alive(self) -> None:
         """Start dead servers again and wait for them. A thread does this twice a second anyway."""
@@ -698,7 +703,7 @@ class EnvServers:
                     log.warning("server %s died with code %s: restarting it", replica.url, code)
                     replica.end(time.monotonic())
                     replica.start()
-                    replica.wait(time.monotonic() + self._start_seconds)
+                    replica.wait()
 
     def _watch(self) -> None:
         pause = 0.5

@@ -45,14 +45,20 @@ class Config:
 
     model: str = "tiny"  # tiny (the starting policy), smollm2, a checkpoint folder, or a hub id
     env: tuple[str, ...] = ("babyai",)  # files in envs/
-    options: tuple[str, ...] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
-    env_urls: tuple[str, ...] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
+    options: tuple[
+        str, ...
+    ] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
+    env_urls: tuple[
+        str, ...
+    ] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
     env_token: str = ""  # what those servers want to hear
     replicas: int = 1  # server processes for each environment, where we start them
     engine: Literal["auto", "hf"] = "auto"  # what samples
     split: Literal["train", "dev", "test"] = "test"
     samples: int = 1  # episodes a task: avg@k and pass@k
-    max_turns: tuple[int, ...] = ()  # turn limits to try, one table each; the environment's own if none is given
+    max_turns: tuple[
+        int, ...
+    ] = ()  # turn limits to try, one table each; the environment's own if none is given
     temperature: float = 1.0  # 0 is greedy
     limit: int = 0  # only the first so many tasks; 0 for all
     max_new_tokens: int = 64  # a turn
@@ -61,14 +67,18 @@ class Config:
     concurrency: int = 256  # episodes at once
     env_timeout: float = 60.0  # seconds for one call to an environment
     env_grace: float = 60.0  # seconds in which a server that does not answer may come back
-    max_error_fraction: float = 0.1  # of episodes whose environment failed; more than that is no result
+    max_error_fraction: float = (
+        0.1  # of episodes whose environment failed; more than that is no result
+    )
     seed: int = 0
     name: str = ""  # the folder out/<name>; the next free number if empty
 
     def __post_init__(self):
         check_common(self)
         if self.samples < 1 or self.limit < 0:
-            raise ValueError(f"--samples must be 1 or more and --limit 0 or more, got {self.samples} and {self.limit}")
+            raise ValueError(
+                f"--samples must be 1 or more and --limit 0 or more, got {self.samples} and {self.limit}"
+            )
         if any(turns < 1 for turns in self.max_turns):
             raise ValueError(f"--max-turns must be 1 or more, got {self.max_turns}")
 
@@ -83,7 +93,9 @@ def check_common(config) -> None:
     server_urls(config)
     for field in ("max_new_tokens", "max_tokens", "max_observation_tokens", "concurrency"):
         if getattr(config, field) < 1:
-            raise ValueError(f"--{field.replace('_', '-')} must be 1 or more, got {getattr(config, field)}")
+            raise ValueError(
+                f"--{field.replace('_', '-')} must be 1 or more, got {getattr(config, field)}"
+            )
     if config.temperature < 0:
         raise ValueError(f"--temperature must be 0 (greedy) or more, got {config.temperature}")
 
@@ -95,9 +107,13 @@ def server_urls(config) -> dict[str, list[str]]:
     """--env-urls by environment; raises ValueError where an address can't be told to belong to one."""
     urls: dict[str, list[str]] = {name: [] for name in config.env}
     for item in config.env_urls:
-        name, has_name, url = item.partition("=") if not item.startswith("http") else (config.env[0], "=", item)
+        name, has_name, url = (
+            item.partition("=") if not item.startswith("http") else (config.env[0], "=", item)
+        )
         if not has_name or name not in urls or (item == url and len(urls) > 1):
-            raise ValueError(f"--env-urls takes http://host:port, or env=http://host:port with several --env, got {item!r}")
+            raise ValueError(
+                f"--env-urls takes http://host:port, or env=http://host:port with several --env, got {item!r}"
+            )
         urls[name].append(url)
     missing = [name for name, known in urls.items() if config.env_urls and not known]
     if missing:
@@ -118,14 +134,21 @@ def open_pools(config, stack: ExitStack) -> dict[str, EnvPool]:
         if weights.local_rank() == 0:
             for name in config.env:
                 ranks = max(1, weights.local_world_size())
-                servers = EnvServers(name, options[name], replicas=config.replicas, capacity=config.concurrency * ranks + 16)
+                servers = EnvServers(
+                    name,
+                    options[name],
+                    replicas=config.replicas,
+                    capacity=config.concurrency * ranks + 16,
+                )
                 launched[name] = stack.enter_context(servers).urls
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, launched)
         urls = everywhere[dist.get_rank() - weights.local_rank()]
     pools = {}
     for name, addresses in urls.items():
-        pools[name] = EnvPool(addresses, token=config.env_token, timeout=config.env_timeout, grace=config.env_grace)
+        pools[name] = EnvPool(
+            addresses, token=config.env_token, timeout=config.env_timeout, grace=config.env_grace
+        )
         stack.callback(pools[name].close)
         pools[name].check(name)
     return pools
@@ -176,11 +199,15 @@ def summarise(trajectories: list[Trajectory], seed: int = 0) -> dict:
         "turns_mean": _mean(len(t.turns) for t in valid),
         "ends": dict(Counter(t.end for t in valid)),
         "pass_at": {
-            str(k): _mean(pass_at_k(len(group), sum(t.success for t in group), k) for group in tasks.values())
+            str(k): _mean(
+                pass_at_k(len(group), sum(t.success for t in group), k) for group in tasks.values()
+            )
             for k in sorted({2**i for i in range(fewest.bit_length())} | {fewest})
         },
         "by_category": {
-            f"{env}/{category}": _mean(t.success for t in valid if (t.env, t.category) == (env, category))
+            f"{env}/{category}": _mean(
+                t.success for t in valid if (t.env, t.category) == (env, category)
+            )
             for env, category in categories
         },
         "per_task": {f"{env}/{task}": rate for (env, task), rate in zip(tasks, rates, strict=True)},
@@ -215,7 +242,9 @@ def table(record: dict, title: str) -> str:
         "    " + ", ".join(f"{name} {rate:.2f}" for name, rate in record["by_category"].items()),
     ]
     if len(record["pass_at"]) > 1:
-        lines.append("    " + ", ".join(f"pass@{k} {rate:.3f}" for k, rate in record["pass_at"].items()))
+        lines.append(
+            "    " + ", ".join(f"pass@{k} {rate:.3f}" for k, rate in record["pass_at"].items())
+        )
     return "\n".join(lines)
 
 
@@ -231,16 +260,38 @@ def transcript(trajectory: Trajectory, chat: Chat, color: bool) -> str:
     for inside, ids in pieces:
         text = chat.tokenizer.decode(ids)
         out.append(f"{opening}{text}{closing}" if inside else text)
-    return "".join(out) + f"\n[{trajectory.end}, success {trajectory.success}, return {trajectory.episode_return:g}]"
+    return (
+        "".join(out)
+        + f"\n[{trajectory.end}, success {trajectory.success}, return {trajectory.episode_return:g}]"
+    )
 
 
 # --- running it ---
 
 
-def play_split(engine, chat, pools, split: str, config, limits: Limits, key: tuple, samples: int, temperature: float, limit: int = 0):
+def play_split(
+    engine,
+    chat,
+    pools,
+    split: str,
+    config,
+    limits: Limits,
+    key: tuple,
+    samples: int,
+    temperature: float,
+    limit: int = 0,
+):
     """`samples` episodes of each task of a split. Collective; returns all trajectories on every rank."""
-    tasks = [(name, task) for name, pool in pools.items() for task in first(pool.clients[0].tasks(split), limit)]
-    blanks = [Trajectory(env, task, group, n) for group, (env, task) in enumerate(tasks) for n in range(samples)]
+    tasks = [
+        (name, task)
+        for name, pool in pools.items()
+        for task in first(pool.clients[0].tasks(split), limit)
+    ]
+    blanks = [
+        Trajectory(env, task, group, n)
+        for group, (env, task) in enumerate(tasks)
+        for n in range(samples)
+    ]
     return rollout_on_all_ranks(
         engine, chat, pools, blanks, limits, key, temperature, config.seed, config.concurrency
     )
@@ -254,7 +305,9 @@ def first(tasks: list[str], limit: int) -> list[str]:
 def find_model(config) -> str:
     """The folder or hub id behind --model; makes `tiny` (by cloning) and `smollm2` on first use. Collective."""
     if config.model == "tiny":
-        return sft.starting_policy(sft.Config(env=config.env, options=config.options, seed=config.seed))
+        return sft.starting_policy(
+            sft.Config(env=config.env, options=config.options, seed=config.seed)
+        )
     return weights.on_rank_0(weights.smollm2) if config.model == "smollm2" else config.model
 
 
@@ -268,8 +321,12 @@ def main(config: Config) -> None:
         engine = HFEngine(lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         pools = open_pools(config, stack)
-        for max_turns in config.max_turns or (max(envs.make(name).max_turns for name in config.env),):
-            limits = Limits(max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens)
+        for max_turns in config.max_turns or (
+            max(envs.make(name).max_turns for name in config.env),
+        ):
+            limits = Limits(
+                max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens
+            )
             started = time.perf_counter()
             trajectories = play_split(
                 engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
@@ -278,9 +335,19 @@ def main(config: Config) -> None:
             check_errors(trajectories, config.max_error_fraction)
             record = summarise(trajectories, config.seed)
             if dist.get_rank() == 0:
-                print(table(record, f"{config.split}, {max_turns} turns, temperature {config.temperature:g}"))
+                print(
+                    table(
+                        record,
+                        f"{config.split}, {max_turns} turns, temperature {config.temperature:g}",
+                    )
+                )
                 seconds = time.perf_counter() - started
-                line = {"model": path, "split": config.split, "max_turns": max_turns, "temperature": config.temperature}
+                line = {
+                    "model": path,
+                    "split": config.split,
+                    "max_turns": max_turns,
+                    "temperature": config.temperature,
+                }
                 with open(run / "eval.jsonl", "a") as file:
                     file.write(json.dumps(line | record | {"seconds": seconds}) + "\n")
         if dist.get_rank() == 0:

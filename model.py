@@ -40,7 +40,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()  # a bar per weight file, in the middle of ours
@@ -50,14 +55,18 @@ CHUNK = 1024  # tokens projected on the vocabulary at once: 1024 x 152k x 4 byte
 # --- load ---
 
 
-def load(path: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    path: str, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a folder or a model hub.
 
     raises  ValueError, in one sentence, where there is no such model, or one whose logits are not a plain
             projection of its last hidden state (token_logprobs would silently score another distribution)
     """
     if os.sep in path and not Path(path, "config.json").exists() and Path(path).parent.exists():
-        raise ValueError(f"no model in {path!r}: expected a folder with config.json and *.safetensors in it")
+        raise ValueError(
+            f"no model in {path!r}: expected a folder with config.json and *.safetensors in it"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
@@ -91,7 +100,13 @@ def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
     # A model read from GGUF counts as quantised and refuses save_pretrained: move its weights to a plain one.
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
-    _save_folder(folder, lambda part: (plain.save_pretrained(part), AutoTokenizer.from_pretrained(**source).save_pretrained(part)))
+    _save_folder(
+        folder,
+        lambda part: (
+            plain.save_pretrained(part),
+            AutoTokenizer.from_pretrained(**source).save_pretrained(part),
+        ),
+    )
     return str(folder)
 
 
@@ -99,7 +114,9 @@ def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
 def _check_plain_logits(lm: PreTrainedModel, path: str) -> None:
     ids = torch.arange(4)[None] % lm.config.vocab_size
     hidden = lm.get_decoder()(ids, use_cache=False).last_hidden_state
-    if not torch.allclose(lm.get_output_embeddings()(hidden), lm(ids, use_cache=False).logits, atol=1e-3, rtol=1e-2):
+    if not torch.allclose(
+        lm.get_output_embeddings()(hidden), lm(ids, use_cache=False).logits, atol=1e-3, rtol=1e-2
+    ):
         raise ValueError(
             f"{path!r} ({type(lm).__name__}) scales or caps its logits after the output projection; "
             "model.token_logprobs knows only plain projections (Qwen, Llama, Mistral, SmolLM do)"
@@ -129,7 +146,9 @@ def token_logprobs(
     returns      (B, T), (B, T)   0 where the mask is 0; entropy in nats, carrying a gradient if entropy_grad
     """
     mask = loss_mask.bool()
-    assert not mask[:, 0].any(), "token 0 is trainable, but nothing comes before it to predict it from"
+    assert not mask[:, 0].any(), (
+        "token 0 is trainable, but nothing comes before it to predict it from"
+    )
     states, targets = hidden[:, :-1][mask[:, 1:]], input_ids[mask]  # (N, H), (N,)
 
     def score(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,12 +178,18 @@ class Actor(nn.Module):
         self.lm = lm
 
     def forward(
-        self, input_ids: Tensor, loss_mask: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """input_ids (B, T) padded on the right, loss_mask (B, T)  ->  logprobs (B, T), entropy (B, T)"""
         # Padding on the right needs no attention mask: attention is causal, so no real token sees it.
         hidden = self.lm.get_decoder()(input_ids, use_cache=False).last_hidden_state
-        return token_logprobs(hidden, self.lm.get_output_embeddings(), input_ids, loss_mask, temperature, entropy_grad)
+        return token_logprobs(
+            hidden, self.lm.get_output_embeddings(), input_ids, loss_mask, temperature, entropy_grad
+        )
 
 
 class Critic(nn.Module):
@@ -197,7 +222,12 @@ def distributed():
     """One process group for the program: torchrun's, or a group of one in a plain `python train.py`."""
     if "RANK" not in os.environ:
         store = dist.HashStore()  # in memory: no port to collide on
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=store,
+            rank=0,
+            world_size=1,
+        )
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
@@ -248,7 +278,9 @@ def run_command(main: Callable, config_class: type, *expected: type[Exception]) 
 # --- shard ---
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Split a module's parameters over the ranks of `mesh` with FSDP2, in place.
 
     Each transformer block is gathered just before it computes and freed just after; gradients are averaged
@@ -310,13 +342,17 @@ def new_run(name: str, kind: str, root: Path = Path("out")) -> Path:
     if name:
         folder = root / name
         if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} already holds a run: choose another --name, or continue it with --resume")
+            raise ValueError(
+                f"{folder} already holds a run: choose another --name, or continue it with --resume"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     for number in range(1, 10**6):
         folder = root / f"{kind}-{number:03d}"
         try:
-            folder.mkdir(parents=True)  # fails where it exists: two runs started at once get two folders
+            folder.mkdir(
+                parents=True
+            )  # fails where it exists: two runs started at once get two folders
             return folder
         except FileExistsError:
             continue
@@ -355,7 +391,11 @@ def save_checkpoint(
     raises      OSError (a full disk); an earlier checkpoint is untouched
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = {name: get_model_state_dict(module, options=options) for name, module in modules.items() if name != "actor"}
+    weights = {
+        name: get_model_state_dict(module, options=options)
+        for name, module in modules.items()
+        if name != "actor"
+    }
     moments = {
         name: get_optimizer_state_dict(modules[name], optimizer, options=options)
         for name, optimizer in optimizers.items()
@@ -369,10 +409,15 @@ def save_checkpoint(
 
 
 def save_policy(
-    folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, also: Callable[[Path], None] = lambda part: None
+    folder: Path,
+    actor: Actor,
+    tokenizer: PreTrainedTokenizerBase,
+    also: Callable[[Path], None] = lambda part: None,
 ) -> None:
     """Write a policy as a Hugging Face folder, and whatever `also` adds, whole or not at all. Collective."""
-    state = get_model_state_dict(actor, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(
+        actor, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if dist.get_rank() == 0:
         # from_pretrained wants the language model's own names, not those below our wrapper
         state = {name.removeprefix("lm."): weight for name, weight in state.items()}
@@ -404,7 +449,11 @@ def load_training_state(
 
 def newest_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the highest step under `run`/checkpoints, or None. Half-written ones don't count."""
-    found = [p for p in (run / "checkpoints").glob("step_*") if p.name[5:].isdigit() and (p / "state.json").exists()]
+    found = [
+        p
+        for p in (run / "checkpoints").glob("step_*")
+        if p.name[5:].isdigit() and (p / "state.json").exists()
+    ]
     return max(found, key=lambda p: int(p.name[5:]), default=None)
 
 
@@ -421,7 +470,9 @@ def _save_folder(folder: Path, write: Callable[[Path], object]) -> None:
     part.mkdir(parents=True)
     try:
         write(part)
-        for file in part.iterdir():  # on disk before the name says so: a rename may outlive the data in a crash
+        for file in (
+            part.iterdir()
+        ):  # on disk before the name says so: a rename may outlive the data in a crash
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,11 @@ def read_lines(path: Path) -> list[dict]:
     """The objects of a JSON-lines file; [] where there is none yet. A last line cut off by a crash is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
@@ -53,10 +57,14 @@ def draw(runs: Path | list[Path], png: Path) -> None:
     for run in runs:
         metrics = read_lines(run / "metrics.jsonl")
         if not metrics:
-            raise ValueError(f"{run} holds no training step yet: expected lines in {run / 'metrics.jsonl'}")
+            raise ValueError(
+                f"{run} holds no training step yet: expected lines in {run / 'metrics.jsonl'}"
+            )
         steps = [m["step"] for m in metrics]
         success = [m["success_rate"] for m in metrics]
-        (line,) = axis.plot(steps, smooth(success), label=f"{run.name}, training tasks (mean of 5 steps)")
+        (line,) = axis.plot(
+            steps, smooth(success), label=f"{run.name}, training tasks (mean of 5 steps)"
+        )
         axis.plot(steps, success, color=line.get_color(), alpha=0.25, linewidth=1)
         for record in read_lines(run / "eval.jsonl"):
             if record["temperature"] > 0 and record["episodes"]:
@@ -69,7 +77,12 @@ def draw(runs: Path | list[Path], png: Path) -> None:
         if len(runs) == 1:
             _shade_horizons(axis, metrics)
     axis.set(xlabel="training step", ylabel="success rate", ylim=(0, 1))
-    axis.legend(loc="lower right", title="o test, x dev, with 95 % intervals", fontsize="small", title_fontsize="small")
+    axis.legend(
+        loc="lower right",
+        title="o test, x dev, with 95 % intervals",
+        fontsize="small",
+        title_fontsize="small",
+    )
     figure.savefig(png, dpi=120)
     plt.close(figure)
 
@@ -78,7 +91,13 @@ def _shade_horizons(axis, metrics: list[dict]) -> None:
     stages = list(dict.fromkeys(m["max_turns"] for m in metrics))
     for shade, stage in enumerate(stages):
         steps = [m["step"] for m in metrics if m["max_turns"] == stage]
-        axis.axvspan(min(steps) - 0.5, max(steps) + 0.5, color="0.5", alpha=0.06 + 0.08 * (shade % 2), linewidth=0)
+        axis.axvspan(
+            min(steps) - 0.5,
+            max(steps) + 0.5,
+            color="0.5",
+            alpha=0.06 + 0.08 * (shade % 2),
+            linewidth=0,
+        )
         axis.text(min(steps), 0.98, f"{stage} turns", va="top", fontsize="small")
 
 

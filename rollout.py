@@ -60,7 +60,9 @@ class SlotCache(Cache):
         self.keys: list[Tensor] = []  # one a layer, each (slots, heads, columns, head_dim)
         self.values: list[Tensor] = []
         self.rows = slice(0, 0)  # the slots that the present forward pass works on
-        self.positions = torch.zeros(0, 0, dtype=torch.long)  # (rows, W) the column of each new token
+        self.positions = torch.zeros(
+            0, 0, dtype=torch.long
+        )  # (rows, W) the column of each new token
         self.columns = 0  # how many columns any of those rows needs
         self.filled = 0  # how many any slot ever needed
 
@@ -94,7 +96,12 @@ class SlotCache(Cache):
         need = (self.rows.stop, heads, self.columns, dim)
         if need[0] <= slots and need[2] <= columns:
             return buffer
-        shape = (max(slots, need[0]), heads, max(2 * columns, need[2]) if need[2] > columns else columns, dim)
+        shape = (
+            max(slots, need[0]),
+            heads,
+            max(2 * columns, need[2]) if need[2] > columns else columns,
+            dim,
+        )
         grown = new.new_zeros(shape)
         grown[:slots, :, :columns] = buffer
         return grown
@@ -117,7 +124,9 @@ class HFEngine:
 
     in_waves = True
 
-    def __init__(self, lm: PreTrainedModel, stop_ids: set[int], seed: int = 0, prefill_tokens: int = 8192):
+    def __init__(
+        self, lm: PreTrainedModel, stop_ids: set[int], seed: int = 0, prefill_tokens: int = 8192
+    ):
         self.lm, self.seed, self.prefill_tokens = lm, seed, prefill_tokens
         self.device = lm.device
         self.stop_ids = torch.tensor(sorted(stop_ids), device=self.device)
@@ -126,7 +135,9 @@ class HFEngine:
         self.seconds = 0.0  # spent in `step`, for benchmarks and metrics
         self._forget()
 
-    def add(self, key: tuple, ids: list[int], max_new_tokens: int, temperature: float = 1.0) -> None:
+    def add(
+        self, key: tuple, ids: list[int], max_new_tokens: int, temperature: float = 1.0
+    ) -> None:
         """Ask for a turn after `ids`. temperature 0 is greedy; its logprobs are those at temperature 1."""
         self.waiting[key] = (ids, max_new_tokens, temperature)
 
@@ -143,7 +154,10 @@ class HFEngine:
         ids, logprobs, slots = self._write(keys, requests, self._read(unread, start))
         self.cached = {}
         for key, request, new, slot in zip(keys, requests, ids, slots, strict=True):
-            self.cached[key[:-1]] = (slot, request[0] + new[:-1])  # the last token sampled was never read
+            self.cached[key[:-1]] = (
+                slot,
+                request[0] + new[:-1],
+            )  # the last token sampled was never read
         self.waiting = {}
         self.seconds += time.perf_counter() - started
         return list(zip(keys, ids, logprobs, strict=True))
@@ -153,7 +167,9 @@ class HFEngine:
         own = dict(self.lm.named_parameters())
         with torch.no_grad():
             for name, weight in named_weights:
-                if own[name].data_ptr() != weight.data_ptr():  # with one rank it is the trainer's own tensor
+                if (
+                    own[name].data_ptr() != weight.data_ptr()
+                ):  # with one rank it is the trainer's own tensor
                     own[name].copy_(weight)
         self.version = version
         self._forget()
@@ -167,7 +183,9 @@ class HFEngine:
 
     def _forget(self) -> None:
         self.cache = SlotCache()
-        self.cached: dict[tuple, tuple[int, list[int]]] = {}  # trajectory -> (slot, ids whose keys it holds)
+        self.cached: dict[
+            tuple, tuple[int, list[int]]
+        ] = {}  # trajectory -> (slot, ids whose keys it holds)
 
     def _unread(self, key: tuple) -> list[int]:
         ids = self.waiting[key][0]
@@ -187,14 +205,18 @@ class HFEngine:
         if gaps:
             self.cache.move(torch.tensor([slot_of[key] for key in outside]), torch.tensor(gaps))
         inside |= dict(zip(gaps, outside, strict=True))
-        return [inside[slot] for slot in range(len(known))] + [key for key in keys if key not in slot_of]
+        return [inside[slot] for slot in range(len(known))] + [
+            key for key in keys if key not in slot_of
+        ]
 
     def _read(self, unread: list[list[int]], start: list[int]) -> Tensor:
         """Feed every row its unread tokens; returns the logits (n, V) behind each row's last one."""
         logits, first = [], 0
         while first < len(unread):
             last, width = first, 0
-            while last < len(unread):  # as many rows as fit the budget, padding included; at least one
+            while last < len(
+                unread
+            ):  # as many rows as fit the budget, padding included; at least one
                 wider = max(width, len(unread[last]))
                 if last > first and (last + 1 - first) * wider > self.prefill_tokens:
                     break
@@ -204,17 +226,23 @@ class HFEngine:
             begin = torch.tensor(start[first:last], device=self.device)
             hidden = self._forward(slice(first, last), ids, begin)  # (rows, W, H)
             ends = torch.tensor([len(row) - 1 for row in rows], device=self.device)
-            logits.append(self._logits(hidden[torch.arange(last - first, device=self.device), ends]))
+            logits.append(
+                self._logits(hidden[torch.arange(last - first, device=self.device), ends])
+            )
             first = last
         return torch.cat(logits)
 
-    def _write(self, keys: list[tuple], requests: list[tuple], logits: Tensor) -> tuple[list, list, list]:
+    def _write(
+        self, keys: list[tuple], requests: list[tuple], logits: Tensor
+    ) -> tuple[list, list, list]:
         """Sample until every row has stopped or used up its tokens: ids, logprobs and slot of each row."""
         n = len(keys)
         most = torch.tensor([request[1] for request in requests], device=self.device)
         temperature = torch.tensor([request[2] for request in requests], device=self.device)
         start = torch.tensor([len(request[0]) for request in requests], device=self.device)
-        uniforms = torch.stack([self._uniforms(key, int(most.max())) for key in keys]).to(self.device)
+        uniforms = torch.stack([self._uniforms(key, int(most.max())) for key in keys]).to(
+            self.device
+        )
         ids = torch.zeros_like(uniforms, dtype=torch.long)  # (n, tokens of the longest turn)
         logprobs, lengths = torch.zeros_like(uniforms), torch.zeros_like(most)
         occupant = torch.arange(n, device=self.device)  # occupant[slot]: the row that works there
@@ -228,27 +256,39 @@ class HFEngine:
             active = int(going.sum())
             if active == 0:
                 break
-            if 2 * active <= len(rows):  # most have stopped: move the others to the front, work on those
+            if 2 * active <= len(
+                rows
+            ):  # most have stopped: move the others to the front, work on those
                 front = torch.where(~going[:active])[0]
                 back = active + torch.where(going[active:])[0]
                 there, here = torch.cat([front, back]), torch.cat([back, front])
                 self.cache.move(there, here)
                 for held in (occupant, tokens):
                     held[here] = held[there]
-                rows, tokens, going = occupant[:active].clone(), tokens[:active], going.new_ones(active)
+                rows, tokens, going = (
+                    occupant[:active].clone(),
+                    tokens[:active],
+                    going.new_ones(active),
+                )
             hidden = self._forward(slice(0, len(rows)), tokens[:, None], start[rows] + t)
             logits = self._logits(hidden[:, 0])
         lengths = lengths.tolist()
         slots = torch.argsort(occupant).tolist()
         cut = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
-        return cut, [row[:length] for row, length in zip(logprobs.tolist(), lengths, strict=True)], slots
+        return (
+            cut,
+            [row[:length] for row, length in zip(logprobs.tolist(), lengths, strict=True)],
+            slots,
+        )
 
     def _forward(self, rows: slice, ids: Tensor, start: Tensor) -> Tensor:
         """One pass over slots `rows`: ids (rows, W) go to columns start, start+1, ... of each."""
         positions = start[:, None] + torch.arange(ids.shape[1], device=self.device)  # (rows, W)
         columns = int(positions.max()) + 1
         self.cache.rows, self.cache.positions, self.cache.columns = rows, positions, columns
-        visible = torch.arange(columns, device=self.device) <= positions[..., None]  # (rows, W, columns)
+        visible = (
+            torch.arange(columns, device=self.device) <= positions[..., None]
+        )  # (rows, W, columns)
         out = self.lm.get_decoder()(
             input_ids=ids,
             position_ids=positions,
@@ -262,7 +302,9 @@ class HFEngine:
         return self.lm.get_output_embeddings()(hidden)
 
     def _uniforms(self, key: tuple, count: int) -> Tensor:
-        return torch.rand(count, generator=torch.Generator().manual_seed(seed_for(self.seed, "sampling", key)))
+        return torch.rand(
+            count, generator=torch.Generator().manual_seed(seed_for(self.seed, "sampling", key))
+        )
 
 
 def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +314,9 @@ def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tenso
     returns      tokens (n,), logprobs (n,) of the distribution really sampled, temperature applied
     """
     greedy = temperature == 0
-    logprobs = (logits.float() / temperature.masked_fill(greedy, 1.0)[:, None]).log_softmax(-1)  # (n, V)
+    logprobs = (logits.float() / temperature.masked_fill(greedy, 1.0)[:, None]).log_softmax(
+        -1
+    )  # (n, V)
     cumulative = logprobs.exp().cumsum(-1)
     # Times the sum as computed, which rounding keeps from being exactly 1: no draw falls off the end.
     point = uniforms[:, None] * cumulative[:, -1:]
@@ -291,7 +335,9 @@ class EnvPool:
     grace     seconds to wait for a server that does not answer (it may be restarting) before giving up
     """
 
-    def __init__(self, urls: list[str], token: str = "", timeout: float = 60.0, grace: float = 60.0):
+    def __init__(
+        self, urls: list[str], token: str = "", timeout: float = 60.0, grace: float = 60.0
+    ):
         self.clients = [EnvClient(url, token=token, timeout=timeout) for url in urls]
         self.grace = grace
         self._idle: list[list[RemoteEpisode]] = [[] for _ in urls]
@@ -304,7 +350,9 @@ class EnvPool:
             try:
                 served = client.health()["env"]
             except EnvError as error:
-                raise ValueError(f"no environment server at {client.url}: {error}. Start one: python env_server.py --env {env}") from None
+                raise ValueError(
+                    f"no environment server at {client.url}: {error}. Start one: python env_server.py --env {env}"
+                ) from None
             if served != env:
                 raise ValueError(f"the server at {client.url} serves {served}, but --env is {env}")
         self.instructions = self.clients[0].instructions()
@@ -381,7 +429,9 @@ def rollout(
     returns   the trajectories, in the order given, each with its `end` set
     """
     loop = _Loop(engine, chat, pools, limits, key, temperature, seed)
-    with ThreadPoolExecutor(max_workers=max(1, min(concurrency, len(trajectories)))) as loop.threads:
+    with ThreadPoolExecutor(
+        max_workers=max(1, min(concurrency, len(trajectories)))
+    ) as loop.threads:
         return loop.run(trajectories, concurrency)
 
 
@@ -405,7 +455,9 @@ class _Episode:
 class _Loop:
     """The state of one `rollout` call. Threads only talk to environments and put what came into `inbox`."""
 
-    def __init__(self, engine, chat, pools, limits: Limits, key: tuple, temperature: float, seed: int):
+    def __init__(
+        self, engine, chat, pools, limits: Limits, key: tuple, temperature: float, seed: int
+    ):
         self.engine, self.chat, self.pools, self.limits = engine, chat, pools, limits
         self.key, self.temperature, self.seed = key, temperature, seed
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (episode, reply or exception)
@@ -437,7 +489,9 @@ class _Loop:
         def run() -> None:
             try:
                 reply = call(*args)
-            except Exception as error:  # whatever it is, it is this episode's failure, not the run's
+            except (
+                Exception
+            ) as error:  # whatever it is, it is this episode's failure, not the run's
                 reply = error
             self.inbox.put((episode, reply))
 
@@ -466,13 +520,21 @@ class _Loop:
             turn.reward, turn.invalid = float(reward), bool(info.get("invalid"))
         trajectory.success = bool(info["success"])
         if time.monotonic() - episode.started > self.limits.episode_seconds:
-            self._fail(episode, TimeoutError(f"an episode may take {self.limits.episode_seconds:g} s"))
+            self._fail(
+                episode, TimeoutError(f"an episode may take {self.limits.episode_seconds:g} s")
+            )
         elif is_reset:
             self._show(episode, observation, first=True)
         else:
-            self._show(episode, observation, end="terminated" if terminated else "max_turns" if truncated else "")
+            self._show(
+                episode,
+                observation,
+                end="terminated" if terminated else "max_turns" if truncated else "",
+            )
 
-    def _show(self, episode: _Episode, observation: str, first: bool = False, end: str = "") -> None:
+    def _show(
+        self, episode: _Episode, observation: str, first: bool = False, end: str = ""
+    ) -> None:
         """Append an observation and ask for the next turn, unless the episode is over."""
         trajectory, limits = episode.trajectory, self.limits
         trajectory.observation = self.chat.clip(observation, limits.max_observation_tokens)
@@ -481,7 +543,9 @@ class _Loop:
         else:
             ids = self.chat.between(trajectory.observation)
         room = limits.max_tokens - len(trajectory.ids) - len(ids)
-        if room >= 0 or first:  # what does not fit is left out whole, so that max_tokens holds for every tensor
+        if (
+            room >= 0 or first
+        ):  # what does not fit is left out whole, so that max_tokens holds for every tensor
             trajectory.add_context(ids)
         end = end or ("max_turns" if len(trajectory.turns) >= limits.max_turns else "")
         if not end and 0 < limits.max_invalid <= self._mistakes(trajectory):
@@ -498,10 +562,15 @@ class _Loop:
         """The engine has written a turn: pass its action on, or answer a broken form ourselves."""
         trajectory = episode.trajectory
         trajectory.weights_version = self.engine.version
-        is_cut = len(trajectory.ids) + len(ids) >= self.limits.max_tokens and ids[-1] != self.chat.end_of_turn
+        is_cut = (
+            len(trajectory.ids) + len(ids) >= self.limits.max_tokens
+            and ids[-1] != self.chat.end_of_turn
+        )
         turn = trajectory.add_completion(ids, logprobs, self.chat, close=not is_cut)
         if is_cut:
-            self._finish(episode, "max_tokens")  # in the middle of a turn: there is no whole action to pass on
+            self._finish(
+                episode, "max_tokens"
+            )  # in the middle of a turn: there is no whole action to pass on
         elif turn.format_error:
             self._show(episode, trajectory.observation)
         else:
@@ -568,7 +637,9 @@ class Batch:
         parts = {}
         for name, tensor in vars(self).items():
             part = None if tensor is None else tensor[picked]
-            parts[name] = part if part is None else (part[:, :width] if part.ndim == 2 else part).to(device)
+            parts[name] = (
+                part if part is None else (part[:, :width] if part.ndim == 2 else part).to(device)
+            )
         if not rows:
             parts["loss_mask"] = torch.zeros_like(parts["loss_mask"])
         return Batch(**parts)
@@ -634,14 +705,18 @@ def deal(groups: list[list[int]], rank: int, world_size: int) -> list[list[int]]
 # --- many ranks ---
 
 
-def rollout_on_all_ranks(engine, chat: Chat, pools: dict[str, EnvPool], trajectories: list[Trajectory], *args, **kwargs):
+def rollout_on_all_ranks(
+    engine, chat: Chat, pools: dict[str, EnvPool], trajectories: list[Trajectory], *args, **kwargs
+):
     """`rollout`, with the groups dealt over the ranks, and the whole result on every rank. Collective.
 
     Trajectories are some kilobytes each. Once all ranks have all of them, advantages need no further
     communication, and micro-batches can be dealt so that every rank computes equally much.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = rollout(engine, chat, pools, [t for t in trajectories if t.group % world == rank], *args, **kwargs)
+    mine = rollout(
+        engine, chat, pools, [t for t in trajectories if t.group % world == rank], *args, **kwargs
+    )
     parts = [None] * world
     dist.all_gather_object(parts, mine)
     return sorted((t for part in parts for t in part), key=lambda t: (t.group, t.sample))

@@ -32,7 +32,12 @@ import torch.distributed as dist
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import agent
 import envs
@@ -49,10 +54,14 @@ class Config:
     """Clone an environment's expert. Every field is a flag: --demos 500"""
 
     env: tuple[str, ...] = ("babyai",)  # files in envs/; several are mixed evenly
-    options: tuple[str, ...] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
+    options: tuple[
+        str, ...
+    ] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
     model: str = "tiny"  # tiny (made from scratch), smollm2, a folder, or a hub id
     demos: int = 2400  # expert episodes, over all environments
-    noise: float = 0.15  # share of turns with a random action, shown but not learnt, so that recovery is
+    noise: float = (
+        0.15  # share of turns with a random action, shown but not learnt, so that recovery is
+    )
     demo_turns: int = 12  # episodes the expert needs longer for are not shown
     updates: int = 300  # optimizer steps
     batch_tokens: int = 2048  # tokens an update learns from, prompts and observations included
@@ -66,7 +75,9 @@ class Config:
     def __post_init__(self):
         for field in ("demos", "updates", "batch_tokens", "demo_turns"):
             if getattr(self, field) < 1:
-                raise ValueError(f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}")
+                raise ValueError(
+                    f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}"
+                )
         if not 0 <= self.noise < 1:
             raise ValueError(f"--noise is a share of turns, 0 <= noise < 1, got {self.noise}")
 
@@ -93,8 +104,14 @@ def demonstrate(name: str, options: dict, count: int, config: Config) -> list[De
     raises  ValueError where the expert succeeds on fewer than one task in twenty
     """
     env = envs.make(name, **options)
-    tasks, demos, tried = shuffled(env.tasks("train"), (config.seed, "demonstrated tasks", name)), [], 0
-    bar = tqdm(total=count, desc=f"demonstrations of {name}", unit="", disable=_quiet(), leave=False)
+    tasks, demos, tried = (
+        shuffled(env.tasks("train"), (config.seed, "demonstrated tasks", name)),
+        [],
+        0,
+    )
+    bar = tqdm(
+        total=count, desc=f"demonstrations of {name}", unit="", disable=_quiet(), leave=False
+    )
     while len(demos) < count:
         task = next(tasks)
         rng = random.Random(seed_for(config.seed, "demonstration", name, tried))
@@ -114,7 +131,9 @@ def demonstrate(name: str, options: dict, count: int, config: Config) -> list[De
 
 
 def _play(env, name: str, task: str, rng: random.Random, config: Config) -> Demonstration | None:
-    first, info = env.reset(seed=seed_for(config.seed, "environment", name, task), options={"task": task})
+    first, info = env.reset(
+        seed=seed_for(config.seed, "environment", name, task), options={"task": task}
+    )
     expert, turns = env.expert(), []
     for _ in range(config.demo_turns):
         actions = env.available_actions() if rng.random() < config.noise else []
@@ -163,9 +182,13 @@ def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerBase:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[1]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -203,11 +226,20 @@ def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=config.lr, weight_decay=0.01)
     device = next(actor.parameters()).device
     recent, started = [], time.perf_counter()
-    bar = tqdm(_updates(demos, config), total=config.updates, desc="cloning", unit="update", disable=_quiet(), leave=False)
+    bar = tqdm(
+        _updates(demos, config),
+        total=config.updates,
+        desc="cloning",
+        unit="update",
+        disable=_quiet(),
+        leave=False,
+    )
     for update, chosen in enumerate(bar):
         done = update / config.updates
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * min(1.0, 10 * (update + 1) / config.updates, 1.9 - 1.8 * done if done > 0.5 else 1.0)
+            group["lr"] = config.lr * min(
+                1.0, 10 * (update + 1) / config.updates, 1.9 - 1.8 * done if done > 0.5 else 1.0
+            )
         trained = sum(sum(demo.loss_mask) for demo in chosen)
         loss = torch.zeros((), device=device)
         for rows in deal(micro_batches([len(demo.ids) for demo in chosen], 4096), rank, world):
@@ -216,7 +248,9 @@ def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id:
             mask = batch.loss_mask if rows else torch.zeros_like(batch.loss_mask)
             logprobs, _ = actor(batch.input_ids.to(device), mask.to(device))
             part = sft_loss(logprobs, mask.to(device), denominator=trained)
-            (part * world).backward()  # FSDP averages over ranks; the denominator is already everybody's
+            (
+                part * world
+            ).backward()  # FSDP averages over ranks; the denominator is already everybody's
             loss += part.detach()
         torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
@@ -226,8 +260,10 @@ def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id:
             recent.append(loss.item())
             bar.set_postfix(loss=f"{recent[-1]:.3f}")
     if rank == 0:
-        print(f"cloned {len(demos)} demonstrations: loss {sum(recent) / len(recent):.3f} nats a token, "
-              f"{config.updates} updates, {time.perf_counter() - started:.0f} s")
+        print(
+            f"cloned {len(demos)} demonstrations: loss {sum(recent) / len(recent):.3f} nats a token, "
+            f"{config.updates} updates, {time.perf_counter() - started:.0f} s"
+        )
     return sum(recent) / len(recent)
 
 
@@ -261,14 +297,25 @@ def starting_policy(config: Config, cache: Path = Path("out/models")) -> str:
     shaped_by = {key: value for key, value in asdict(config).items() if key != "name"}
     sources = [inspect.getsource(module) for module in (sys.modules[__name__], agent)]
     sources += [Path(envs.__file__).with_name(f"{name}.py").read_text() for name in config.env]
-    digest = hashlib.blake2b(json.dumps([shaped_by, sources, torch.__version__]).encode(), digest_size=5).hexdigest()
+    digest = hashlib.blake2b(
+        json.dumps([shaped_by, sources, torch.__version__]).encode(), digest_size=5
+    ).hexdigest()
     folder = cache / f"tiny-{'-'.join(config.env)}-{digest}"
     dist.barrier()
     if not (folder / "config.json").exists():
         demos, instructions = gather_demonstrations(config)
-        texts = [text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])]
+        texts = [
+            text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])
+        ]
         tokenizer = make_tokenizer(texts, config.vocab)
-        learn(weights.Actor(make_tiny(tokenizer, config)), tokenizer, demos, instructions, config, folder)
+        learn(
+            weights.Actor(make_tiny(tokenizer, config)),
+            tokenizer,
+            demos,
+            instructions,
+            config,
+            folder,
+        )
     dist.barrier()
     return str(folder)
 
@@ -283,12 +330,19 @@ def gather_demonstrations(config: Config) -> tuple[list[Demonstration], dict[str
     return demos, instructions
 
 
-def learn(policy, tokenizer, demos: list[Demonstration], instructions: dict, config: Config, folder: Path) -> None:
+def learn(
+    policy, tokenizer, demos: list[Demonstration], instructions: dict, config: Config, folder: Path
+) -> None:
     """Shard a policy, clone the demonstrations, and save it to `folder` as a Hugging Face model. Collective."""
     chat = Chat(tokenizer)
     policy.to(weights.device())
     weights.shard(policy, weights.mesh(), weights.compute_dtype())
-    clone(policy, [as_trajectory(demo, chat, instructions[demo.env]) for demo in demos], config, tokenizer.pad_token_id)
+    clone(
+        policy,
+        [as_trajectory(demo, chat, instructions[demo.env]) for demo in demos],
+        config,
+        tokenizer.pad_token_id,
+    )
     weights.save_policy(folder, policy, tokenizer)
 
 

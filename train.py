@@ -55,8 +55,27 @@ from algorithms import (
     whiten,
 )
 from curriculum import adaptive_horizon, horizon, sample_tasks, seed_for
-from evaluate import check_common, find_model, gain, open_pools, play_split, summarise, table, transcript
-from rollout import Batch, HFEngine, Limits, RolloutError, check_errors, collate, deal, micro_batches, rollout_on_all_ranks
+from evaluate import (
+    check_common,
+    find_model,
+    gain,
+    open_pools,
+    play_split,
+    summarise,
+    table,
+    transcript,
+)
+from rollout import (
+    Batch,
+    HFEngine,
+    Limits,
+    RolloutError,
+    check_errors,
+    collate,
+    deal,
+    micro_batches,
+    rollout_on_all_ranks,
+)
 
 GROUP_BASELINES = ("grpo", "rloo")  # algorithms whose baseline is the group's mean
 
@@ -67,41 +86,59 @@ class Config:
 
     # --- what to learn ---
     env: tuple[str, ...] = ("babyai",)  # files in envs/; several are mixed
-    options: tuple[str, ...] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
-    env_urls: tuple[str, ...] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
+    options: tuple[
+        str, ...
+    ] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
+    env_urls: tuple[
+        str, ...
+    ] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
     env_token: str = ""  # what those servers want to hear
     replicas: int = 1  # server processes for each environment, where we start them
     model: str = "tiny"  # tiny (cloned from the expert first), smollm2, a folder, or a hub id
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
-    steps: int = 60  # training steps: a batch of trajectories and its updates
-    budget_tokens: int = 0  # stop early, once this many tokens have been sampled in training; 0 for no such limit
+    steps: int = 100  # training steps: a batch of trajectories and its updates
+    budget_tokens: int = (
+        0  # stop early, once this many tokens have been sampled in training; 0 for no such limit
+    )
     tasks_per_step: int = 12  # groups
     group_size: int = 8  # G, trajectories a task
-    stages: tuple[int, ...] = (4, 8, 12)  # turn limits, one a curriculum stage; a single one is a fixed horizon
+    stages: tuple[int, ...] = (
+        4,
+        8,
+        12,
+    )  # turn limits, one a curriculum stage; a single one is a fixed horizon
     interval: int = 20  # training steps a stage
-    patience: int = 0  # instead of the interval: steps without a new best success that end a stage; 0 for off
+    patience: int = (
+        0  # instead of the interval: steps without a new best success that end a stage; 0 for off
+    )
     epochs: int = 1  # passes over a batch
     minibatches: int = 3  # optimizer updates a pass
     lr: float = 2e-4  # peak learning rate of the policy
     critic_lr: float = 1e-3  # of PPO's critic
     critic_warmup: int = 2  # steps in which only the critic learns
-    warmup: int = 3  # steps in which learning rates rise from 0
+    warmup: int = 5  # steps in which learning rates rise from 0
     max_grad_norm: float = 1.0  # longer gradients are shortened to this
     clip_low: float = 0.2  # how far a probability may fall in a step, as a ratio below 1
     clip_high: float = 0.2  # and rise, above 1
     value_clip: float = 0.2  # how far a value may move in a step
     gamma: float = 1.0  # discount, a trainable token
     lam: float = 0.95  # GAE's lambda
-    bootstrap_truncated: bool = True  # PPO: an episode cut by a limit is worth its last state's value, not 0
+    bootstrap_truncated: bool = (
+        True  # PPO: an episode cut by a limit is worth its last state's value, not 0
+    )
     scale_by_std: bool = True  # GRPO: divide advantages by their group's standard deviation
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     kl_coef: float = 0.0  # leash to the starting policy; 0 loads no reference
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # in the loss; in the reward it is always k1
     entropy_coef: float = 0.0  # bonus for staying undecided
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
-    keep_dead_groups: bool = False  # update on groups whose returns are all equal too (only KL and entropy act there)
+    keep_dead_groups: bool = (
+        False  # update on groups whose returns are all equal too (only KL and entropy act there)
+    )
     mask_truncated: bool = False  # learn nothing from trajectories that a limit cut off
     # --- reward shaping, all off; logged returns stay raw ---
     format_penalty: float = 0.0  # for a turn that could not be parsed
@@ -120,7 +157,9 @@ class Config:
     concurrency: int = 256  # episodes at once on each rank
     # --- machine ---
     engine: Literal["auto", "hf"] = "auto"  # what samples
-    micro_tokens: int = 4096  # padded tokens in one forward pass; a matter of memory, not of results
+    micro_tokens: int = (
+        4096  # padded tokens in one forward pass; a matter of memory, not of results
+    )
     # --- watching ---
     eval_every: int = 20  # steps between evaluations on dev; 0 for no evaluation at all, before and after included
     eval_limit: int = 120  # dev tasks, for evaluations on the way
@@ -135,14 +174,28 @@ class Config:
     def __post_init__(self):
         check_common(self)
         horizon(1, self.stages, self.interval)  # raises for stages that do not increase
-        at_least_1 = ("steps", "tasks_per_step", "group_size", "epochs", "minibatches", "micro_tokens", "save_every")
+        at_least_1 = (
+            "steps",
+            "tasks_per_step",
+            "group_size",
+            "epochs",
+            "minibatches",
+            "micro_tokens",
+            "save_every",
+        )
         for field in at_least_1:
             if getattr(self, field) < 1:
-                raise ValueError(f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}")
+                raise ValueError(
+                    f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}"
+                )
         if self.algo in GROUP_BASELINES and self.group_size < 2:
-            raise ValueError(f"{self.algo} compares the trajectories of a group: --group-size must be 2 or more, got 1")
+            raise ValueError(
+                f"{self.algo} compares the trajectories of a group: --group-size must be 2 or more, got 1"
+            )
         if self.temperature == 0:
-            raise ValueError("--temperature 0 is greedy: all trajectories of a group would be the same. Use 1.0")
+            raise ValueError(
+                "--temperature 0 is greedy: all trajectories of a group would be the same. Use 1.0"
+            )
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ValueError("--kl-coef and --entropy-coef must be 0 or more")
         if self.resume and not self.name:
@@ -195,7 +248,9 @@ def assign_credit(batch: Batch, last_values: Tensor | None, config: Config) -> B
         advantages, targets = gae_advantages(
             rewards, batch.old_values, batch.loss_mask, config.gamma, config.lam, bootstrap
         )
-        return dataclasses.replace(batch, advantages=whiten(advantages, batch.loss_mask), value_targets=targets)
+        return dataclasses.replace(
+            batch, advantages=whiten(advantages, batch.loss_mask), value_targets=targets
+        )
     if config.algo == "reinforce++":
         advantages = reinforce_plus_plus_advantages(rewards, batch.loss_mask, config.gamma)
     elif config.algo == "grpo":
@@ -211,7 +266,9 @@ def trainable_rows(trajectories: list[Trajectory], batch: Batch, config: Config)
     is_dead = dead_groups(batch.returns, batch.group_ids)
     rows = []
     for row, trajectory in enumerate(trajectories):
-        drop_dead = config.algo in GROUP_BASELINES and not config.keep_dead_groups and bool(is_dead[row])
+        drop_dead = (
+            config.algo in GROUP_BASELINES and not config.keep_dead_groups and bool(is_dead[row])
+        )
         drop_cut = config.mask_truncated and trajectory.end in ("max_turns", "max_tokens")
         if any(trajectory.loss_mask) and not drop_dead and not drop_cut:
             rows.append(row)
@@ -221,30 +278,45 @@ def trainable_rows(trajectories: list[Trajectory], batch: Batch, config: Config)
 # --- the update ---
 
 
-def losses(actor, critic, part: Batch, totals: dict[str, float], config: Config) -> tuple[Tensor, dict[str, float]]:
+def losses(
+    actor, critic, part: Batch, totals: dict[str, float], config: Config
+) -> tuple[Tensor, dict[str, float]]:
     """The scalar to descend for one micro-batch, divided by the whole update's totals, and its statistics."""
-    logprobs, entropy = actor(part.input_ids, part.loss_mask, config.temperature, config.entropy_coef > 0)
+    logprobs, entropy = actor(
+        part.input_ids, part.loss_mask, config.temperature, config.entropy_coef > 0
+    )
     old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
     tis = truncated_importance_weights(old_logprobs, part.rollout_logprobs, config.importance_cap)
     loss, stats = policy_loss(
         logprobs, old_logprobs, part.advantages, part.loss_mask, config.clip_low, config.clip_high,
         config.aggregation, tis, totals["policy"],
     )  # fmt: skip
-    add = lambda per_token: aggregate(per_token, part.loss_mask, config.aggregation, totals["policy"])  # noqa: E731
+    add = lambda per_token: aggregate(
+        per_token, part.loss_mask, config.aggregation, totals["policy"]
+    )  # noqa: E731
     if config.kl_coef and config.kl_in == "loss":
-        loss = loss + config.kl_coef * add(kl_divergence(logprobs, part.ref_logprobs, config.kl_estimator))
+        loss = loss + config.kl_coef * add(
+            kl_divergence(logprobs, part.ref_logprobs, config.kl_estimator)
+        )
     if config.entropy_coef:
         loss = loss - config.entropy_coef * add(entropy)
     inside = part.loss_mask.sum().clamp(min=1)
     stats["entropy"] = float((entropy.detach() * part.loss_mask).sum() / inside)
-    stats |= mismatch_stats(old_logprobs, part.rollout_logprobs, part.loss_mask, config.importance_cap)
+    stats |= mismatch_stats(
+        old_logprobs, part.rollout_logprobs, part.loss_mask, config.importance_cap
+    )
     if part.ref_logprobs is not None:
         k3 = kl_divergence(logprobs.detach(), part.ref_logprobs, "k3")
         stats["ref_kl"] = float((k3 * part.loss_mask).sum() / inside)
     if critic is not None:
         values, _ = critic(part.input_ids, part.lengths)
         value, value_stats = value_loss(
-            values, part.old_values, part.value_targets, part.loss_mask, config.value_clip, totals["tokens"]
+            values,
+            part.old_values,
+            part.value_targets,
+            part.loss_mask,
+            config.value_clip,
+            totals["tokens"],
         )
         # One backward pass for both: they share no parameter, so neither sees the other's gradient.
         loss, stats = loss + value, stats | value_stats
@@ -252,7 +324,13 @@ def losses(actor, critic, part: Batch, totals: dict[str, float], config: Config)
 
 
 def update(
-    actor, critic, optimizers: dict, batch: Batch, rows: list[int], config: Config, train_actor: bool = True
+    actor,
+    critic,
+    optimizers: dict,
+    batch: Batch,
+    rows: list[int],
+    config: Config,
+    train_actor: bool = True,
 ) -> tuple[dict[str, float], int, float]:
     """One optimizer update on some rows of a batch. Collective.
 
@@ -265,15 +343,22 @@ def update(
         "tokens": float(mask.sum()),
     }
     parts = []
-    for group in deal(micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens), rank, world):
+    for group in deal(
+        micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens), rank, world
+    ):
         part = batch.select([rows[i] for i in group], weights.device())
         loss, stats = losses(actor, critic, part, totals, config)
-        (loss * world).backward()  # FSDP averages over ranks, and the totals are already everybody's
+        (
+            loss * world
+        ).backward()  # FSDP averages over ranks, and the totals are already everybody's
         parts.append(stats)
     everybodys: list = [None] * world
     dist.all_gather_object(everybodys, parts)
     stats = combine_stats([part for parts in everybodys for part in parts])
-    norms = {name: float(weights.clip_gradients(optimizer, config.max_grad_norm)) for name, optimizer in optimizers.items()}
+    norms = {
+        name: float(weights.clip_gradients(optimizer, config.max_grad_norm))
+        for name, optimizer in optimizers.items()
+    }
     is_finite = all(torch.isfinite(torch.tensor(norm)) for norm in norms.values())
     for name, optimizer in optimizers.items():
         if is_finite and (train_actor or name != "actor"):
@@ -297,18 +382,28 @@ def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
     """What a step's episodes looked like. Errors are counted and left out of all the rest."""
     valid = [t for t in trajectories if t.end != "error"]
     n = max(1, len(valid))
-    repeated = sum(a == b for t in valid for turn in t.turns for a, b in _neighbours(t.ids[turn.start : turn.stop]))
+    repeated = sum(
+        a == b
+        for t in valid
+        for turn in t.turns
+        for a, b in _neighbours(t.ids[turn.start : turn.stop])
+    )
     sampled = int(batch.loss_mask.sum())
     return {
         "return_mean": sum(t.episode_return for t in valid) / n,
         "success_rate": sum(t.success for t in valid) / n,
         "turns_mean": sum(len(t.turns) for t in valid) / n,
         "truncated_fraction": sum(t.end in ("max_turns", "max_tokens") for t in valid) / n,
-        "format_error_fraction": sum(turn.format_error for t in valid for turn in t.turns) / max(1, sum(len(t.turns) for t in valid)),
-        "invalid_fraction": sum(turn.invalid for t in valid for turn in t.turns) / max(1, sum(len(t.turns) for t in valid)),
+        "format_error_fraction": sum(turn.format_error for t in valid for turn in t.turns)
+        / max(1, sum(len(t.turns) for t in valid)),
+        "invalid_fraction": sum(turn.invalid for t in valid for turn in t.turns)
+        / max(1, sum(len(t.turns) for t in valid)),
         "error_fraction": 1 - len(valid) / len(trajectories),
         "errors": _counts(f"{t.env}/{t.task}" for t in trajectories if t.end == "error"),
-        "success_by_env": {env: _mean([t.success for t in valid if t.env == env]) for env in sorted({t.env for t in valid})},
+        "success_by_env": {
+            env: _mean([t.success for t in valid if t.env == env])
+            for env in sorted({t.env for t in valid})
+        },
         "dead_group_fraction": float(dead_groups(batch.returns, batch.group_ids).float().mean()),
         "empty_trajectories": sum(not any(t.loss_mask) for t in valid),
         "repeated_token_fraction": repeated / max(1, sampled),
@@ -394,7 +489,9 @@ def positive_logprob_change(actor, batch: Batch, rows: list[int], config: Config
     positive = [row for row in rows if (batch.advantages[row] > 0).any()]
     if not positive or batch.old_logprobs is None:
         return None
-    rows = micro_batches([int(batch.lengths[row]) for row in positive], config.micro_tokens)[-1]  # the shortest ones
+    rows = micro_batches([int(batch.lengths[row]) for row in positive], config.micro_tokens)[
+        -1
+    ]  # the shortest ones
     part = batch.select([positive[i] for i in rows], weights.device())
     with torch.no_grad():
         now, _ = actor(part.input_ids, part.loss_mask, config.temperature)
@@ -410,11 +507,15 @@ def update_metrics(parts: list[dict], batch: Batch, rows: list[int], config: Con
     ).split()
     stats = combine_stats(parts) if parts else {}
     metrics = {name: stats.get(name) for name in names}
-    metrics["first_ratio_max"] = parts[0]["ratio_max"] if parts else None  # 1 where the first update is on-policy
+    metrics["first_ratio_max"] = (
+        parts[0]["ratio_max"] if parts else None
+    )  # 1 where the first update is on-policy
     metrics["trained_tokens"] = config.epochs * int(batch.loss_mask[rows].sum())
     metrics["explained_variance"] = None
     if batch.old_values is not None:
-        metrics["explained_variance"] = explained_variance(batch.value_targets, batch.old_values, batch.loss_mask)
+        metrics["explained_variance"] = explained_variance(
+            batch.value_targets, batch.old_values, batch.loss_mask
+        )
     return metrics
 
 
@@ -460,12 +561,31 @@ def open_run(config: Config) -> tuple[Path, Path | None]:
     run = Path("out") / config.name
     if not (run / "config.json").exists():
         raise ValueError(f"there is no run to resume in {run}: start it without --resume")
-    saved, now = json.loads((run / "config.json").read_text()), json.loads(json.dumps(dataclasses.asdict(config)))
+    saved, now = (
+        json.loads((run / "config.json").read_text()),
+        json.loads(json.dumps(dataclasses.asdict(config))),
+    )
     # What may differ changes nothing that has been computed already.
-    free = {"resume", "steps", "save_every", "log_tokens", "env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
-    changed = [f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}" for key in now if key not in free and now[key] != saved.get(key)]
+    free = {
+        "resume",
+        "steps",
+        "save_every",
+        "log_tokens",
+        "env_urls",
+        "env_token",
+        "replicas",
+        "env_timeout",
+        "env_grace",
+    }
+    changed = [
+        f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}"
+        for key in now
+        if key not in free and now[key] != saved.get(key)
+    ]
     if changed:
-        raise ValueError(f"{run} was started with another configuration ({'; '.join(changed)}): use the same flags, or a new --name")
+        raise ValueError(
+            f"{run} was started with another configuration ({'; '.join(changed)}): use the same flags, or a new --name"
+        )
     return run, weights.newest_checkpoint(run)
 
 
@@ -493,13 +613,18 @@ def main(config: Config) -> None:
         if config.algo == "ppo":
             critic = weights.shard(weights.Critic(lm).to(device), mesh, dtype)
         if config.kl_coef:
-            reference = weights.shard(weights.Actor(weights.load(start)[0]).to(device).requires_grad_(False), mesh, dtype)
+            reference = weights.shard(
+                weights.Actor(weights.load(start)[0]).to(device).requires_grad_(False), mesh, dtype
+            )
         weights.shard(actor, mesh, dtype)
         weights.share(twin, actor)
         engine = HFEngine(twin, chat.stop_ids, config.seed)
         modules = {"actor": actor} | ({"critic": critic} if critic else {})
         rates = {"actor": config.lr, "critic": config.critic_lr}
-        optimizers = {name: torch.optim.AdamW(m.parameters(), lr=rates[name], weight_decay=0.0) for name, m in modules.items()}
+        optimizers = {
+            name: torch.optim.AdamW(m.parameters(), lr=rates[name], weight_decay=0.0)
+            for name, m in modules.items()
+        }
 
         state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
         if checkpoint:
@@ -510,26 +635,61 @@ def main(config: Config) -> None:
             print(f"resuming {run} after step {state['step']}")
         engine.sync(weights.full_weights(actor), state["version"])
         pools = open_pools(config, stack)
-        tasks = [(name, task) for name, pool in pools.items() for task in pool.clients[0].tasks("train")]
+        tasks = [
+            (name, task) for name, pool in pools.items() for task in pool.clients[0].tasks("train")
+        ]
         if is_main:
-            print(f"{run}: {config.algo} on {' '.join(config.env)}, {len(tasks)} training tasks, from {start}")
+            print(
+                f"{run}: {config.algo} on {' '.join(config.env)}, {len(tasks)} training tasks, from {start}"
+            )
 
-        def evaluate(split: str, step: int, temperature: float, samples: int, limit: int = 0) -> dict:
+        def evaluate(
+            split: str, step: int, temperature: float, samples: int, limit: int = 0
+        ) -> dict:
             # Without the cap on mistakes and at the environment's own horizon: as evaluate.py does it.
             max_turns = max(envs.make(name).max_turns for name in config.env)
             limits = dataclasses.replace(config.limits(max_turns), max_invalid=0)
             began = time.perf_counter()
-            played = play_split(engine, chat, pools, split, config, limits, ("evaluate", split, step), samples, temperature, limit)
+            played = play_split(
+                engine,
+                chat,
+                pools,
+                split,
+                config,
+                limits,
+                ("evaluate", split, step),
+                samples,
+                temperature,
+                limit,
+            )
             check_errors(played, config.max_error_fraction)
-            record = {"step": step, "split": split, "temperature": temperature, "max_turns": max_turns, **summarise(played, config.seed)}
+            record = {
+                "step": step,
+                "split": split,
+                "temperature": temperature,
+                "max_turns": max_turns,
+                **summarise(played, config.seed),
+            }
             if is_main:
-                tqdm.write(table(record, f"step {step}, {split}, {'greedy' if temperature == 0 else 'sampled'}"))
-                append_lines(run / "eval.jsonl", [record | {"seconds": time.perf_counter() - began}])
-                append_lines(run / "trajectories.jsonl", [as_line(t, step, split, None, None) for t in played])
+                tqdm.write(
+                    table(
+                        record,
+                        f"step {step}, {split}, {'greedy' if temperature == 0 else 'sampled'}",
+                    )
+                )
+                append_lines(
+                    run / "eval.jsonl", [record | {"seconds": time.perf_counter() - began}]
+                )
+                append_lines(
+                    run / "trajectories.jsonl",
+                    [as_line(t, step, split, None, None) for t in played],
+                )
             return record
 
         def save(step: int) -> None:
-            weights.save_checkpoint(run / "checkpoints" / f"step_{step}", tokenizer, optimizers, modules, state)
+            weights.save_checkpoint(
+                run / "checkpoints" / f"step_{step}", tokenizer, optimizers, modules, state
+            )
             if is_main:
                 weights.keep_newest(run, config.keep)
 
@@ -537,7 +697,12 @@ def main(config: Config) -> None:
             evaluate("test", 0, config.temperature, config.test_samples)
             evaluate("test", 0, 0.0, 1)
 
-        bar = tqdm(total=config.steps, initial=state["step"], desc="training", disable=None if is_main else True)
+        bar = tqdm(
+            total=config.steps,
+            initial=state["step"],
+            desc="training",
+            disable=None if is_main else True,
+        )
         for step in range(state["step"] + 1, config.steps + 1):
             began = time.perf_counter()
 
@@ -549,7 +714,11 @@ def main(config: Config) -> None:
             chosen = sample_tasks(tasks, step, config.tasks_per_step, config.seed)
 
             # 2. Play.
-            blanks = [Trajectory(env, task, g, n) for g, (env, task) in enumerate(chosen) for n in range(config.group_size)]
+            blanks = [
+                Trajectory(env, task, g, n)
+                for g, (env, task) in enumerate(chosen)
+                for n in range(config.group_size)
+            ]
             try:
                 trajectories = rollout_on_all_ranks(
                     engine, chat, pools, blanks, config.limits(max_turns), ("train", step), config.temperature,
@@ -568,15 +737,26 @@ def main(config: Config) -> None:
             metrics = {"step": step, "max_turns": max_turns, **rollout_metrics(trajectories, batch)}
             rows = trainable_rows(valid, batch, config)
             everything = list(range(len(valid)))
-            logprobs = lambda policy: lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]  # noqa: E731
-            if config.epochs * config.minibatches > 1 or (config.kl_coef and config.kl_in == "reward"):
+            logprobs = lambda policy: (
+                lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]
+            )  # noqa: E731
+            if config.epochs * config.minibatches > 1 or (
+                config.kl_coef and config.kl_in == "reward"
+            ):
                 batch.old_logprobs = score(logprobs(actor), batch, rows, config)
             if reference:
                 batch.ref_logprobs = score(logprobs(reference), batch, rows, config)
             last_values = None
             if critic:
-                batch.old_values = score(lambda part: critic(part.input_ids, part.lengths)[0], batch, everything, config)
-                last_values = score(lambda part: critic(part.input_ids, part.lengths)[1][:, None], batch, everything, config)[:, 0]
+                batch.old_values = score(
+                    lambda part: critic(part.input_ids, part.lengths)[0], batch, everything, config
+                )
+                last_values = score(
+                    lambda part: critic(part.input_ids, part.lengths)[1][:, None],
+                    batch,
+                    everything,
+                    config,
+                )[:, 0]
             batch = assign_credit(batch, last_values, config)
 
             # 4. Improve.
@@ -586,10 +766,16 @@ def main(config: Config) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = rates[name] * learning_rate(step, config)
             for epoch in range(config.epochs):
-                for part in split(rows, config.minibatches, seed_for(config.seed, "minibatches", step, epoch)):
-                    stats, was_skipped, norm = update(actor, critic, optimizers, batch, part, config, train_actor)
+                for part in split(
+                    rows, config.minibatches, seed_for(config.seed, "minibatches", step, epoch)
+                ):
+                    stats, was_skipped, norm = update(
+                        actor, critic, optimizers, batch, part, config, train_actor
+                    )
                     skipped, norms, parts = skipped + was_skipped, [*norms, norm], [*parts, stats]
-            metrics |= {"positive_logprob_change": positive_logprob_change(actor, batch, rows, config)}
+            metrics |= {
+                "positive_logprob_change": positive_logprob_change(actor, batch, rows, config)
+            }
             seconds_train = time.perf_counter() - began - seconds_rollout
 
             # 5. Tell the sampler.
@@ -611,12 +797,20 @@ def main(config: Config) -> None:
                 "seconds_train": seconds_train,
                 "seconds_sync": seconds_sync,
                 "seconds_total": time.perf_counter() - began,
-                "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+                "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30
+                if device.type == "cuda"
+                else None,
             }
             if is_main:
                 row_of = {id(t): row for row, t in enumerate(valid)}
                 lines = [
-                    as_line(t, step, "train", row_of.get(id(t)) if i < config.log_tokens else None, batch)
+                    as_line(
+                        t,
+                        step,
+                        "train",
+                        row_of.get(id(t)) if i < config.log_tokens else None,
+                        batch,
+                    )
                     for i, t in enumerate(trajectories)
                 ]
                 append_lines(run / "trajectories.jsonl", lines)
@@ -645,7 +839,9 @@ def main(config: Config) -> None:
                 print(transcript(valid[0], chat, os.isatty(1)))
                 print(compare(run))
             report.draw(run, run / "curve.png")
-            print(f"{run}: done in {time.perf_counter() - started:.0f} s; learning curve in {run / 'curve.png'}")
+            print(
+                f"{run}: done in {time.perf_counter() - started:.0f} s; learning curve in {run / 'curve.png'}"
+            )
 
 
 if __name__ == "__main__":

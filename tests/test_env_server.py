@@ -1,5 +1,5 @@
 """
-The wire, row by row: every route, every error status, retries, capacity, the time-to-live, the client.
+The wire, row by row: routes, error statuses, retries, capacity, the time-to-live, the client.
 
 The environment here is `Tally`, which adds up numbers and does on command what real ones do by
 accident: crash, hang, or send what no JSON can hold. test_env_server_processes.py has what takes
@@ -517,9 +517,10 @@ def test_at_capacity_the_expired_go_first():
 
 def test_close_does_not_wait_for_a_hung_step():
     with served(capacity=1) as (url, _):
-        client, before = EnvClient(url), Tally.alive
+        client = EnvClient(url)
         episode = RemoteEpisode(client)
         episode.reset("5")
+        before = Tally.alive
         Tally.gate.clear()
         with ThreadPoolExecutor(1) as pool:
             hung = pool.submit(episode.step, "wait")

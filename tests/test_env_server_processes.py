@@ -48,7 +48,7 @@ def run_cli(*flags, stdin="", seconds=30):
 def test_replicas_serve_and_end():
     with EnvServers("textcraft", {"max_depth": "1"}, replicas=2, capacity=4) as servers:
         assert len(set(servers.urls)) == 2
-        pids = [replica.process.pid for replica in servers._replicas]
+        pids = servers.pids
         for url in servers.urls:
             client = EnvClient(url)
             assert client.health()["capacity"] == 4
@@ -67,7 +67,7 @@ def test_servers_do_not_outlive_their_launcher(how):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from env_server import EnvServers\n"
         "with EnvServers('textcraft', capacity=2, replicas=2) as servers:\n"
-        "    print(*(replica.process.pid for replica in servers._replicas), flush=True)\n"
+        "    print(*servers.pids, flush=True)\n"
         "    time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(REPO)]
@@ -82,18 +82,18 @@ def test_servers_do_not_outlive_their_launcher(how):
 
 def test_a_killed_server_is_started_again_on_its_port():
     with EnvServers("textcraft", capacity=4) as servers:
-        (url,), (replica,) = servers.urls, servers._replicas
+        (url,) = servers.urls
         client = EnvClient(url, timeout=10)
         episode = RemoteEpisode(client)
         episode.reset(client.tasks("dev")[0])
         for kill_again in (True, False):
-            pid = replica.process.pid
+            (pid,) = servers.pids
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: not is_running(pid))
             if kill_again:
                 servers.ensure_alive()  # the loop's own call
             else:
-                wait_until(lambda pid=pid: replica.process.pid != pid)  # the watching thread
+                wait_until(lambda pid=pid: servers.pids != [pid])  # the watching thread
                 servers.ensure_alive()  # waits for the one being started
             assert servers.urls == [url]
             assert client.health()["status"] == "ok"
@@ -121,7 +121,7 @@ def test_token_reaches_launched_servers_and_not_their_command_line():
         with pytest.raises(EnvError, match="unauthorized"):
             EnvClient(servers.urls[0]).health()
         assert EnvClient(servers.urls[0], token="s3cret").health()["env"] == "textcraft"
-        pid = servers._replicas[0].process.pid
+        pid = servers.pids[0]
         assert "s3cret" not in Path(f"/proc/{pid}/cmdline").read_text()
 
 

@@ -34,7 +34,15 @@ QUICK = (
 
 def run(script: str, *flags: str, cwd: Path, **extra) -> subprocess.CompletedProcess:
     """A script of ours in a folder of its own, as a user would start it."""
-    return subprocess.run(command(script, *flags), cwd=cwd, env=environ(), capture_output=True, text=True, timeout=300, **extra)
+    return subprocess.run(
+        command(script, *flags),
+        cwd=cwd,
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **extra,
+    )
 
 
 def command(script: str, *flags: str) -> list[str]:
@@ -97,7 +105,10 @@ def test_a_folder_that_holds_a_run_is_never_written_to(tmp_path, start):
 def metrics(folder: Path) -> list[dict]:
     """Lines of metrics.jsonl without what a clock wrote."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("seconds_")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith("seconds_")}
+        for line in lines
+    ]
 
 
 def final_weights(folder: Path) -> bytes:
@@ -106,13 +117,19 @@ def final_weights(folder: Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(algo, tmp_path, start):  # BEHAVIOURS 51, 53
+def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(
+    algo, tmp_path, start
+):  # BEHAVIOURS 51, 53
     flags = [*QUICK, "--model", start, "--algo", algo, "--critic-warmup", "1"]
     done = run("train.py", *flags, "--name", "whole", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
     resume: list[str] = []
-    for seconds_after in (0.0, 0.3, 1.0):  # after a line appears: in its save, in the next rollout, later
+    for seconds_after in (
+        0.0,
+        0.3,
+        1.0,
+    ):  # after a line appears: in its save, in the next rollout, later
         process = subprocess.Popen(
             command("train.py", *flags, "--name", "killed", *resume), cwd=tmp_path, env=environ(),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -132,7 +149,10 @@ def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(algo, tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     assert metrics(tmp_path / "out/killed") == metrics(tmp_path / "out/whole")
     assert final_weights(tmp_path / "out/killed") == final_weights(tmp_path / "out/whole")
-    steps = [json.loads(line)["step"] for line in (tmp_path / "out/killed/trajectories.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "out/killed/trajectories.jsonl").read_text().splitlines()
+    ]
     assert steps == sorted(steps) and steps.count(1) == steps.count(4) == 8
 
     changed = run("train.py", *flags, "--name", "killed", "--resume", "--lr", "0.5", cwd=tmp_path)
@@ -141,7 +161,9 @@ def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(algo, tmp_
 
 def test_lines_newer_than_the_checkpoint_are_taken_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "split": "test"}\n{"step": 1}\n{"step": 2}\n{"step": 2, "split": "test"}\n{"ste')
+    path.write_text(
+        '{"step": 0, "split": "test"}\n{"step": 1}\n{"step": 2}\n{"step": 2, "split": "test"}\n{"ste'
+    )
     train.take_back(path, 1)
     assert path.read_text() == '{"step": 0, "split": "test"}\n{"step": 1}\n'
     train.take_back(path, -1)
@@ -154,7 +176,9 @@ def test_lines_newer_than_the_checkpoint_are_taken_back(tmp_path):
 @pytest.mark.slow
 def test_a_server_killed_in_the_middle_is_replaced_and_no_episode_is_scored_0(tmp_path, start):
     flags = [*QUICK, "--model", start, "--name", "shot", "--steps", "6", "--stages", "6"]
-    process = subprocess.Popen(command("train.py", *flags), cwd=tmp_path, env=environ(), text=True, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command("train.py", *flags), cwd=tmp_path, env=environ(), text=True, stderr=subprocess.PIPE
+    )
     wait_for_lines(tmp_path / "out/shot/metrics.jsonl", 2, process)
     kill_servers_of(process.pid)
     _, errors = process.communicate(timeout=200)
@@ -166,22 +190,45 @@ def test_a_server_killed_in_the_middle_is_replaced_and_no_episode_is_scored_0(tm
 
 
 @pytest.mark.slow
-def test_servers_gone_for_good_stop_the_run_with_a_checkpoint_and_a_reason(tmp_path, start):  # BEHAVIOURS 44
+def test_servers_gone_for_good_stop_the_run_with_a_checkpoint_and_a_reason(
+    tmp_path, start
+):  # BEHAVIOURS 44
     server = subprocess.Popen(
-        command("env_server.py", "--env", "babyai", "--port", "18431"), cwd=tmp_path, env=environ(), stderr=subprocess.DEVNULL
+        command("env_server.py", "--env", "babyai", "--port", "18431"),
+        cwd=tmp_path,
+        env=environ(),
+        stderr=subprocess.DEVNULL,
     )
     try:
         wait_for_port(18431)
-        flags = [*QUICK, "--model", start, "--name", "orphan", "--steps", "200", "--save-every", "100"]
+        flags = [
+            *QUICK,
+            "--model",
+            start,
+            "--name",
+            "orphan",
+            "--steps",
+            "200",
+            "--save-every",
+            "100",
+        ]
         flags += ["--env-urls", "http://127.0.0.1:18431", "--env-grace", "1"]
-        process = subprocess.Popen(command("train.py", *flags), cwd=tmp_path, env=environ(), text=True, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command("train.py", *flags),
+            cwd=tmp_path,
+            env=environ(),
+            text=True,
+            stderr=subprocess.PIPE,
+        )
         wait_for_lines(tmp_path / "out/orphan/metrics.jsonl", 2, process)
     finally:
         server.kill()
         server.wait()
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
-    assert "of 8 episodes failed" in errors and "unreachable" in errors and "Traceback" not in errors
+    assert (
+        "of 8 episodes failed" in errors and "unreachable" in errors and "Traceback" not in errors
+    )
     saved = weights.newest_checkpoint(tmp_path / "out/orphan")
     assert saved is not None
     assert int(saved.name[5:]) == len(metrics(tmp_path / "out/orphan"))
@@ -231,7 +278,9 @@ def some_trajectories() -> list[Trajectory]:
     made = []
     for group, outcomes in enumerate([(1, 0), (0, 1, 0), (0, 0)]):
         for sample, success in enumerate(outcomes):
-            t = Trajectory("toy", f"task {group}", group, sample, end="terminated" if success else "max_turns")
+            t = Trajectory(
+                "toy", f"task {group}", group, sample, end="terminated" if success else "max_turns"
+            )
             t.add_context(torch.randint(4, 60, (5,), generator=generator).tolist())
             for turn in range(1 + 3 * ((group + sample) % 3)):
                 start, length = len(t.ids), 3 + turn
@@ -245,27 +294,39 @@ def some_trajectories() -> list[Trajectory]:
     return made
 
 
-def gradients(rank: int, world: int, algo: str, rows: list[int] | None, store: str, results) -> None:
+def gradients(
+    rank: int, world: int, algo: str, rows: list[int] | None, store: str, results
+) -> None:
     """Gradients of one update on `some_trajectories`, whole, by parameter name."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    config = train.Config(algo=algo, micro_tokens=40, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9)
+    config = train.Config(
+        algo=algo, micro_tokens=40, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9
+    )
     torch.manual_seed(3)  # the same small model everywhere
     lm = sft.Qwen2ForCausalLM(
         sft.Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0)
     )  # fmt: skip
-    critic = weights.shard(weights.Critic(lm), weights.mesh()) if algo == "ppo" else None  # copies lm unsharded
+    critic = (
+        weights.shard(weights.Critic(lm), weights.mesh()) if algo == "ppo" else None
+    )  # copies lm unsharded
     actor = weights.shard(weights.Actor(lm), weights.mesh())
     trajectories = some_trajectories()
     batch = collate(trajectories)
     everything = list(range(len(trajectories)))
-    batch.old_logprobs = train.score(lambda p: actor(p.input_ids, p.loss_mask)[0] + 0.1, batch, everything, config)
+    batch.old_logprobs = train.score(
+        lambda p: actor(p.input_ids, p.loss_mask)[0] + 0.1, batch, everything, config
+    )
     batch.ref_logprobs = batch.old_logprobs - 0.3
     last_values = None
     if critic:
-        batch.old_values = train.score(lambda p: critic(p.input_ids, p.lengths)[0], batch, everything, config)
-        last_values = train.score(lambda p: critic(p.input_ids, p.lengths)[1][:, None], batch, everything, config)[:, 0]
+        batch.old_values = train.score(
+            lambda p: critic(p.input_ids, p.lengths)[0], batch, everything, config
+        )
+        last_values = train.score(
+            lambda p: critic(p.input_ids, p.lengths)[1][:, None], batch, everything, config
+        )[:, 0]
     batch = train.assign_credit(batch, last_values, config)
     rows = train.trainable_rows(trajectories, batch, config) if rows is None else rows
 
@@ -276,7 +337,9 @@ def gradients(rank: int, world: int, algo: str, rows: list[int] | None, store: s
             self.module, self.param_groups = module, [{"params": list(module.parameters())}]
 
         def step(self):
-            self.kept = {name: p.grad.full_tensor().clone() for name, p in self.module.named_parameters()}
+            self.kept = {
+                name: p.grad.full_tensor().clone() for name, p in self.module.named_parameters()
+            }
 
         def zero_grad(self):
             self.module.zero_grad()
@@ -284,16 +347,26 @@ def gradients(rank: int, world: int, algo: str, rows: list[int] | None, store: s
     keepers = {"actor": Keeper(actor)} | ({"critic": Keeper(critic)} if critic else {})
     train.update(actor, critic, keepers, batch, rows, config)
     if rank == 0:
-        kept = {f"{name}.{key}": grad for name, keeper in keepers.items() for key, grad in keeper.kept.items()}
+        kept = {
+            f"{name}.{key}": grad
+            for name, keeper in keepers.items()
+            for key, grad in keeper.kept.items()
+        }
         torch.save(kept, results)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("algo", ["grpo", "rloo", "reinforce++", "ppo"])
-@pytest.mark.parametrize("rows", [None, [1]])  # [1]: a single micro-batch, so one of two ranks has nothing at all
+@pytest.mark.parametrize(
+    "rows", [None, [1]]
+)  # [1]: a single micro-batch, so one of two ranks has nothing at all
 def test_two_ranks_give_the_gradients_of_one(algo, rows, tmp_path):  # BEHAVIOURS 17, 33, 36, 50
     for world in (1, 2):
-        mp.spawn(gradients, (world, algo, rows, str(tmp_path / f"store{world}"), tmp_path / f"{world}.pt"), nprocs=world)
+        mp.spawn(
+            gradients,
+            (world, algo, rows, str(tmp_path / f"store{world}"), tmp_path / f"{world}.pt"),
+            nprocs=world,
+        )
     one, two = torch.load(tmp_path / "1.pt"), torch.load(tmp_path / "2.pt")
     assert one.keys() == two.keys() and any(grad.abs().max() > 1e-3 for grad in one.values())
     for name in one:
@@ -307,10 +380,22 @@ def test_dead_groups_and_cut_trajectories_stay_out_where_asked():  # BEHAVIOURS 
     trajectories = some_trajectories()
     batch = collate(trajectories)
     config = train.Config()
-    assert train.trainable_rows(trajectories, batch, config) == [0, 1, 2, 3, 4]  # the last group is dead
-    assert train.trainable_rows(trajectories, batch, dataclasses.replace(config, keep_dead_groups=True)) == list(range(7))
-    assert train.trainable_rows(trajectories, batch, dataclasses.replace(config, mask_truncated=True)) == [0, 3]
-    assert train.trainable_rows(trajectories, batch, dataclasses.replace(config, algo="ppo")) == list(range(7))
+    assert train.trainable_rows(trajectories, batch, config) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]  # the last group is dead
+    assert train.trainable_rows(
+        trajectories, batch, dataclasses.replace(config, keep_dead_groups=True)
+    ) == list(range(7))
+    assert train.trainable_rows(
+        trajectories, batch, dataclasses.replace(config, mask_truncated=True)
+    ) == [0, 3]
+    assert train.trainable_rows(
+        trajectories, batch, dataclasses.replace(config, algo="ppo")
+    ) == list(range(7))
 
 
 def test_a_trajectory_without_a_sampled_token_is_counted_and_not_trained_on():  # BEHAVIOURS 6

@@ -1,0 +1,223 @@
+"""
+Where the time goes: each part of a training step beside the least it could cost, measured in one run.
+
+    rollout    32 trajectories of up to 8 turns, 50 ms in every environment call  /  the engine alone, same requests
+    sampling   HFEngine's tokens a second                                         /  transformers' generate
+    training   tokens a second through `update`                                   /  bare forward and backward, no padding
+
+    python benchmarks/rollout.py                        # the tiny architecture, random weights
+    python benchmarks/rollout.py --model smollm2        # a pretrained model of 135 million parameters
+"""
+
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import tyro
+
+import model as weights
+import sft
+import train
+from agent import Chat, Trajectory
+from rollout import HFEngine, Limits, collate, rollout
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag: --trajectories 64"""
+
+    model: str = "tiny"  # tiny (random weights), smollm2, or a folder
+    trajectories: int = 32
+    turns: int = 8
+    new_tokens: int = 32  # a turn
+    latency: float = 0.05  # seconds in each call to an environment
+    repeats: int = 3  # the best of so many is reported: the machine's noise only ever adds time
+
+
+class SlowEpisode:
+    """An environment that says a sentence after a while, and never ends."""
+
+    def __init__(self, latency: float):
+        self.latency = latency
+
+    def step(self, action: str) -> tuple:
+        time.sleep(self.latency)
+        return (
+            "See: red box 1, 1 ahead 1 right; grey door 1 locked, 5 ahead. Wall 6 ahead.",
+            0.0,
+            False,
+            False,
+            {"success": False},
+        )
+
+
+class SlowPool:
+    """Stands in for EnvPool."""
+
+    instructions = ""
+
+    def __init__(self, latency: float):
+        self.latency = latency
+
+    def start(self, preferred: int, task: str, seed: int) -> tuple:
+        time.sleep(self.latency)
+        return (
+            SlowEpisode(self.latency),
+            "Goal: go to a red ball.\nSee: nothing. Wall 1 ahead.",
+            {"success": False},
+        )
+
+    def give_back(self, episode: SlowEpisode) -> None:
+        pass
+
+
+class Recorder(HFEngine):
+    """Remembers what it was asked, a list of requests for each wave, and never stops a turn early."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.waves: list[dict] = []
+
+    def step(self):
+        self.waves.append(dict(self.waiting))
+        return super().step()
+
+
+def best(run, repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def rollout_ratio(lm, chat: Chat, config: Config) -> None:
+    """Multi-turn rollouts with slow environments, beside the same engine fed the same requests at once."""
+    limits = Limits(config.turns, config.new_tokens, 10**6, 256)
+    engine = Recorder(lm, {-1}, seed=1)
+
+    def play() -> None:
+        engine.waves.clear()
+        engine.sync([], 0)
+        blanks = [Trajectory("toy", "t", group, 0) for group in range(config.trajectories)]
+        # No form can be broken: the action is whatever was said, so every turn goes to the environment.
+        rollout(engine, chat, {"toy": SlowPool(config.latency)}, blanks, limits, ("benchmark",))
+
+    whole = best(play, config.repeats)
+    waves = list(engine.waves)
+    alone = HFEngine(lm, {-1}, seed=1)
+
+    def replay() -> None:
+        alone.sync([], 0)
+        for wave in waves:
+            for key, request in wave.items():
+                alone.add(key, *request)
+            alone.step()
+
+    engine_only = best(replay, config.repeats)
+    print(
+        f"rollout    {whole:.2f} s with {1000 * config.latency:.0f} ms a call, engine alone {engine_only:.2f} s: {whole / engine_only:.2f} times"
+    )
+
+
+def sampling_ratio(lm, config: Config) -> None:
+    """One turn of 64 tokens after prompts of 64: our engine beside `generate`."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 400) for _ in range(64)] for _ in range(config.trajectories)]
+    engine = HFEngine(lm, {-1})
+
+    def ours() -> None:
+        engine.sync([], 0)
+        for row, prompt in enumerate(prompts):
+            engine.add((row, 0), prompt, 64, 1.0)
+        engine.step()
+
+    ids = torch.tensor(prompts, device=lm.device)
+
+    def theirs() -> None:
+        with torch.inference_mode():
+            lm.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=64,
+                max_new_tokens=64, pad_token_id=0,
+            )  # fmt: skip
+
+    tokens = 64 * config.trajectories
+    speed, base = tokens / best(ours, config.repeats), tokens / best(theirs, config.repeats)
+    print(f"sampling   {speed:.0f} tokens/s, generate {base:.0f}: {speed / base:.2f} times")
+
+
+def training_ratio(lm, config: Config) -> None:
+    """A whole `update` on trajectories of unequal lengths, beside forward and backward on as many tokens, unpadded."""
+    rng = random.Random(0)
+    trajectories = []
+    for row in range(config.trajectories):
+        t = Trajectory("toy", "t", row // 8, row % 8, end="terminated")
+        for _ in range(rng.randrange(2, config.turns + 1)):
+            t.add_context([rng.randrange(10, 400) for _ in range(25)])
+            t.ids += [rng.randrange(10, 400) for _ in range(25)]
+            t.loss_mask += [1] * 25
+            t.logprobs += [-1.0] * 25
+        trajectories.append(t)
+    batch = collate(trajectories)
+    batch.advantages = torch.randn(batch.input_ids.shape)
+    actor = weights.Actor(lm)
+    tokens, length = int(batch.lengths.sum()), int(batch.lengths.float().mean())
+    dense = torch.randint(10, 400, (max(1, tokens // length), length), device=lm.device)
+    per_pass = max(1, 4096 // length)
+
+    def bare() -> None:
+        for part in dense.split(per_pass):
+            lm(input_ids=part, labels=part).loss.backward()
+        lm.zero_grad()
+
+    base = dense.numel() / best(bare, config.repeats)
+    weights.shard(actor, weights.mesh())
+    optimizers = {"actor": torch.optim.AdamW(actor.parameters(), lr=1e-6)}
+    settings, rows = train.Config(), list(range(len(trajectories)))
+    speed = tokens / best(
+        lambda: train.update(actor, None, optimizers, batch, rows, settings), config.repeats
+    )
+    print(
+        f"training   {speed:.0f} tokens/s in `update`, bare forward-backward {base:.0f}: {speed / base:.2f} times"
+    )
+
+
+def main(config: Config) -> None:
+    """Print the three lines."""
+    with weights.distributed():
+        if config.model == "tiny":
+            env = sft.envs.make("babyai")
+            texts = [
+                env.reset(options={"task": task})[0] + env.instructions for task in env.tasks("dev")
+            ]
+            tokenizer = sft.make_tokenizer(texts, 512)
+            lm = sft.make_tiny(tokenizer, sft.Config())
+        else:
+            lm, tokenizer = weights.load(
+                weights.smollm2() if config.model == "smollm2" else config.model
+            )
+        lm = lm.to(weights.device()).eval()
+        print(
+            f"{config.model}: {sum(p.numel() for p in lm.parameters()) / 1e6:.1f}M parameters, {weights.device()}, {torch.get_num_threads()} threads"
+        )
+        import agent
+
+        agent.parse_react = lambda text: (
+            "",
+            text or "-",
+            "",
+        )  # random weights keep no form; see rollout_ratio
+        rollout_ratio(lm, Chat(tokenizer), config)
+        sampling_ratio(lm, config)
+        training_ratio(lm, config)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,272 @@
+"""
+What the repository promises about itself: flags that do something, pins that are true, files that stay neutral.
+
+A script here is a file with a dataclass called Config, wherever it lies.
+"""
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    path
+    for folder in ("", "envs", "runs", "benchmarks", "tests")
+    for path in (ROOT / folder).glob("*.py")
+]
+
+
+def is_script(path: Path) -> bool:
+    return any(isinstance(node, ast.ClassDef) and node.name == "Config" for node in tree(path).body)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in SOURCES if is_script(path))
+
+
+@cache
+def config_of(script: str) -> type:
+    """The Config of a script, imported under a name that no other file has."""
+    name = "script_" + script.removesuffix(".py").replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / script)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Config
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    # This test may run under `make test`, and a make below must not take itself for a part of that one.
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))
+    }
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+# --- flags ---
+
+
+def imported_names(path: Path) -> set[str]:
+    """Top-level names of all that a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def local_imports(path: Path) -> set[Path]:
+    """The files of ours that a file imports, directly or through others."""
+    found, todo = set(), [path]
+    while todo:
+        names = imported_names(todo.pop())
+        new = (
+            {ROOT / f"{name}.py" for name in names if (ROOT / f"{name}.py").exists()}
+            - found
+            - {path}
+        )
+        found |= new
+        todo += new
+    return found
+
+
+def attributes(node: ast.AST, of: str) -> set[str]:
+    """x for every `of.x` that is read below a node."""
+    return {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute)
+        and isinstance(part.value, ast.Name)
+        and part.value.id == of
+    }
+
+
+def fields_read(script: str) -> set[str]:
+    """What the code does with a script's Config: checks in __post_init__ are not yet a use of a field.
+
+    A function of another file counts if it takes any script's `config`, that is, without an annotation.
+    """
+    path = ROOT / script
+    used = attributes(tree(path), "config")
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef) and node.name == "Config":
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            used |= set().union(
+                *(attributes(m, "self") for m in methods if m.name != "__post_init__")
+            )
+    for other in local_imports(path):
+        for node in ast.walk(tree(other)):
+            if isinstance(node, ast.FunctionDef) and any(
+                argument.arg == "config" and argument.annotation is None
+                for argument in node.args.args
+            ):
+                used |= attributes(node, "config")
+    return used
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_does_something(script):
+    unused = {field.name for field in fields(config_of(script))} - fields_read(script)
+    assert not unused, f"{script} reads {sorted(unused)} nowhere"
+
+
+def test_an_unused_field_would_be_found(tmp_path, monkeypatch):
+    """The negative control: a field that is checked, but never used, is no flag that does something."""
+    (tmp_path / "script.py").write_text(
+        "class Config:\n    a: int\n    b: int\n    def __post_init__(self): assert self.b\n"
+        "def main(config): print(config.a)\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert fields_read("script.py") == {"a"}
+
+
+def test_help_and_typos():
+    """--help names every flag; a flag that does not exist ends with code 2 and says which it was."""
+    commands = [(script, flag) for script in SCRIPTS for flag in ("--help", "--no-such-flag")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each takes seconds, to import torch
+        for (script, flag), done in zip(
+            commands, pool.map(lambda command: run(sys.executable, *command), commands), strict=True
+        ):
+            if flag == "--help":
+                assert done.returncode == 0, f"{script}: {done.stderr}"
+                for field in fields(config_of(script)):
+                    assert field.name.replace("_", "-") in done.stdout.lower(), (
+                        f"{script} --help lacks {field.name}"
+                    )
+            else:
+                assert done.returncode == 2, f"{script}: {done.stderr}"
+                assert flag in done.stderr and "Traceback" not in done.stderr
+
+
+def commands_in(text: str) -> list[tuple[str, list[str]]]:
+    """(script, flags) of every command in a shell script that starts one of ours."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(re.sub(r'"\$@"', "", line), comments=True)
+        for position, word in enumerate(words):
+            if word in SCRIPTS:
+                flags = words[position + 1 :]
+                end = next(
+                    (i for i, flag in enumerate(flags) if flag in ("|", ">", "&", "&&", ";")),
+                    len(flags),
+                )
+                found.append(
+                    (word, [re.sub(r"\$\w+|\$\{\w+\}", "1", flag) for flag in flags[:end]])
+                )
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "runs").glob("*.sh")))
+def test_runs_use_flags_that_exist(name):
+    found = commands_in((ROOT / "runs" / name).read_text())
+    assert found, f"runs/{name} starts no script of ours"
+    for script, flags in found:
+        tyro.cli(config_of(script), args=flags)  # SystemExit, with its reason, where one is wrong
+
+
+# --- dependencies ---
+
+
+def pins(name: str) -> dict[str, str]:
+    """{"torch": "2.13.0", ...}; every line is `name==version  # reason`, or a comment."""
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([\w-]+)==([\w.]+) +# \S.*", line)
+            assert match, f"{name}: not a pin with its reason: {line}"
+            found[match[1].lower()] = match[2]
+    return found
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+def test_what_is_installed_is_what_is_pinned(name):
+    # A local version, as in 2.13.0+cpu, says how it was built: any build will do.
+    installed = {package: metadata.version(package).split("+")[0] for package in pins(name)}
+    assert installed == pins(name), "run `make test`, which installs what changed"
+
+
+def test_every_import_is_pinned():
+    ours = {path.stem for path in SOURCES} | {"envs", "runs", "benchmarks", "tests"}
+    distributions = metadata.packages_distributions()
+    for names, files in (
+        (
+            "requirements.txt",
+            [path for path in SOURCES if path.parent in (ROOT, ROOT / "envs", ROOT / "runs")],
+        ),
+        ("requirements.txt requirements-dev.txt", SOURCES),
+    ):
+        pinned = set().union(*(pins(name) for name in names.split()))
+        for path in files:
+            for module in imported_names(path) - ours - set(sys.stdlib_module_names):
+                packages = {package.lower() for package in distributions.get(module, [])}
+                assert packages & pinned, (
+                    f"{path.relative_to(ROOT)} imports {module}, which {names} lacks"
+                )
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        (None, "was not found"),
+        ("exit 1", "older than 3.11"),
+        ('case "$2" in *ensurepip*) exit 1;; esac', "no venv module"),
+    ],
+)
+def test_make_names_what_is_missing_in_one_line(tmp_path, python, says):
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    if python:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{python}\n")
+        (tmp_path / "python").chmod(0o755)
+    for target in ("train", "test"):
+        done = run("make", target, "PYTHON=./python", cwd=tmp_path)
+        assert done.returncode == 2 and says in done.stderr
+        assert len((done.stdout + done.stderr).splitlines()) == 1
+
+
+# --- files ---
+
+# In pieces, so that this file does not contain them.
+HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("download.pytorch", "org"),
+                                       ("npmjs", "org"), ("deb.debian", "org"), ("npmjs", "com"))]  # fmt: skip
+
+
+def test_no_file_names_a_registry_host():
+    """Where packages come from is the machine's choice: mirrors and offline copies must work unchanged."""
+    git = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so nobody knows which files are the repository's")
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\0"
+    )
+    for path in (ROOT / name for name in listed if name):
+        if path.is_file():  # one that was deleted is listed until it is committed
+            text = path.read_bytes().decode(errors="replace").lower()
+            assert not [host for host in HOSTS if host in text], path
