@@ -23,11 +23,9 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
-import tyro
 
 import envs
 import model as weights
@@ -315,12 +313,13 @@ def main(config: Config) -> None:
     """Evaluate on every requested turn limit, print tables, write out/<name>/eval.jsonl."""
     with ExitStack() as stack:
         stack.enter_context(weights.distributed())
+        weights.check_free(config.name)  # before any work
         path = find_model(config)
         lm, tokenizer = weights.load(path, weights.compute_dtype())
         chat = Chat(tokenizer)
         engine = HFEngine(lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
-        run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         pools = open_pools(config, stack)
+        run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         for max_turns in config.max_turns or (
             max(envs.make(name).max_turns for name in config.env),
         ):

@@ -334,19 +334,21 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
 # --- a run's folder ---
 
 
-def new_run(name: str, kind: str, root: Path = Path("out")) -> Path:
-    """Make and return the folder out/<name>; the next free out/<kind>-001, -002, ... where no name is given.
+def check_free(name: str, root: Path = Path("out")) -> None:
+    """raises ValueError where out/<name> holds something already: nothing is overwritten."""
+    folder = root / name
+    if name and folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} already holds a run: choose another --name, or continue it with --resume"
+        )
 
-    raises  ValueError where a folder named by hand holds something already: nothing is overwritten
-    """
+
+def new_run(name: str, kind: str, root: Path = Path("out")) -> Path:
+    """Make and return the folder out/<name>; the next free out/<kind>-001, -002, ... where no name is given."""
+    check_free(name, root)
     if name:
-        folder = root / name
-        if folder.exists() and any(folder.iterdir()):
-            raise ValueError(
-                f"{folder} already holds a run: choose another --name, or continue it with --resume"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        (root / name).mkdir(parents=True, exist_ok=True)
+        return root / name
     for number in range(1, 10**6):
         folder = root / f"{kind}-{number:03d}"
         try:

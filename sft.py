@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
@@ -42,7 +41,7 @@ from transformers import (
 import agent
 import envs
 import model as weights
-from agent import FORMAT, Chat, Trajectory
+from agent import Chat, Trajectory
 from algorithms import sft_loss
 from curriculum import seed_for
 from env_server import parse_options

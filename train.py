@@ -549,34 +549,22 @@ def compare(run: Path) -> str:
 # --- start and resume ---
 
 
-def open_run(config: Config) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint to continue from (None for a fresh start).
+def resume_point(config: Config) -> Path | None:
+    """The checkpoint to continue from; None to start afresh.
 
-    raises  ValueError where the folder holds another run, or one of another configuration
+    raises  ValueError where there is nothing to resume, it was another configuration, or the name is taken
     """
-    if not config.resume:
-        run = weights.new_run(config.name, "train")
-        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-        return run, None
     run = Path("out") / config.name
+    if not config.resume:
+        weights.check_free(config.name)
+        return None
     if not (run / "config.json").exists():
         raise ValueError(f"there is no run to resume in {run}: start it without --resume")
-    saved, now = (
-        json.loads((run / "config.json").read_text()),
-        json.loads(json.dumps(dataclasses.asdict(config))),
-    )
+    saved = json.loads((run / "config.json").read_text())
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
     # What may differ changes nothing that has been computed already.
-    free = {
-        "resume",
-        "steps",
-        "save_every",
-        "log_tokens",
-        "env_urls",
-        "env_token",
-        "replicas",
-        "env_timeout",
-        "env_grace",
-    }
+    free = {"resume", "steps", "save_every", "keep", "log_tokens"}
+    free |= {"env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
     changed = [
         f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}"
         for key in now
@@ -584,9 +572,19 @@ def open_run(config: Config) -> tuple[Path, Path | None]:
     ]
     if changed:
         raise ValueError(
-            f"{run} was started with another configuration ({'; '.join(changed)}): use the same flags, or a new --name"
+            f"{run} was started with another configuration ({'; '.join(changed)}): "
+            "use the same flags, or a new --name"
         )
-    return run, weights.newest_checkpoint(run)
+    return weights.newest_checkpoint(run)
+
+
+def open_run(config: Config) -> Path:
+    """The run's folder; a new one gets its config.json."""
+    if config.resume:
+        return Path("out") / config.name
+    run = weights.new_run(config.name, "train")
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+    return run
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -598,9 +596,9 @@ def main(config: Config) -> None:
     """Train from start to report. Everything a run writes goes to out/<name>/."""
     with ExitStack() as stack:
         stack.enter_context(weights.distributed())
-        rank, world, is_main = dist.get_rank(), dist.get_world_size(), dist.get_rank() == 0
+        world, is_main = dist.get_world_size(), dist.get_rank() == 0
         device, mesh, dtype = weights.device(), weights.mesh(), weights.compute_dtype()
-        run, checkpoint = weights.on_rank_0(lambda: open_run(config))
+        checkpoint = weights.on_rank_0(lambda: resume_point(config))
         started = time.perf_counter()
 
         # The policy in three roles: one that learns, one that samples, one that stays behind (if asked for).
@@ -629,12 +627,14 @@ def main(config: Config) -> None:
         state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
         if checkpoint:
             state = weights.load_training_state(checkpoint, optimizers, modules)
+        pools = open_pools(config, stack)
+        # Everything that a wrong flag could break has been tried: from here on there is a run.
+        run = weights.on_rank_0(lambda: open_run(config))
         if is_main and config.resume:
             for file in ("metrics.jsonl", "trajectories.jsonl", "eval.jsonl"):
                 take_back(run / file, state["step"] if checkpoint else -1)
             print(f"resuming {run} after step {state['step']}")
         engine.sync(weights.full_weights(actor), state["version"])
-        pools = open_pools(config, stack)
         tasks = [
             (name, task) for name, pool in pools.items() for task in pool.clients[0].tasks("train")
         ]

@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import tyro
+import tyro  # noqa: E402
 
-from evaluate import bootstrap
+from evaluate import bootstrap  # noqa: E402
 
 # Stages and interval for the grown horizon are set so that each stage gets about a third of the budget.
 SETTINGS = {
