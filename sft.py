@@ -202,7 +202,7 @@ def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCau
         intermediate_size=3 * config.hidden,
         num_hidden_layers=config.layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=1,  # all heads share keys and values: sampling is bound by reading those
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         # The library's 0.02 is meant for wide models; at this width it leaves attention flat for long.
@@ -247,14 +247,13 @@ def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id:
             mask = batch.loss_mask if rows else torch.zeros_like(batch.loss_mask)
             logprobs, _ = actor(batch.input_ids.to(device), mask.to(device))
             part = sft_loss(logprobs, mask.to(device), denominator=trained)
-            (
-                part * world
-            ).backward()  # FSDP averages over ranks; the denominator is already everybody's
+            # FSDP averages over ranks, and the denominator is already everybody's.
+            (part * world).backward()
             loss += part.detach()
         torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if update >= 0.9 * config.updates:
+        if update >= config.updates - max(1, config.updates // 10):
             dist.all_reduce(loss)
             recent.append(loss.item())
             bar.set_postfix(loss=f"{recent[-1]:.3f}")

@@ -67,7 +67,7 @@ from evaluate import (
 )
 from rollout import (
     Batch,
-    HFEngine,
+    ENGINES,
     Limits,
     RolloutError,
     check_errors,
@@ -616,7 +616,7 @@ def main(config: Config) -> None:
             )
         weights.shard(actor, mesh, dtype)
         weights.share(twin, actor)
-        engine = HFEngine(twin, chat.stop_ids, config.seed)
+        engine = ENGINES[config.engine](twin, chat.stop_ids, config.seed)
         modules = {"actor": actor} | ({"critic": critic} if critic else {})
         rates = {"actor": config.lr, "critic": config.critic_lr}
         optimizers = {

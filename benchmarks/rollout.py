@@ -84,7 +84,7 @@ class Recorder(HFEngine):
         self.waves: list[dict] = []
 
     def step(self):
-        self.waves.append(dict(self.waiting))
+        self.waves.append({key: (list(ids), *rest) for key, (ids, *rest) in self.waiting.items()})
         return super().step()
 
 

@@ -3,8 +3,8 @@ A pytest plugin for CI: a test that skips itself because something is missing he
 
     PYTHONPATH=tests PYTEST_ADDOPTS="-p no_skips" make test
 
-A student without some part of the software still gets a green suite; CI, which must have it all, does
-not. Tests marked `gpu` may skip, since CI has none. Expected failures stay expected.
+A student who lacks some part of the software still gets a green suite; CI must have it all.
+Tests marked `gpu` may skip, since CI has none. Expected failures stay expected.
 """
 
 import pytest

@@ -1,0 +1,104 @@
+"""Demonstrations, the tiny model and its tokenizer, and the cache of starting policies."""
+
+import dataclasses
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import model as weights
+import sft
+from agent import Chat
+
+CONFIG = sft.Config(demos=40, updates=3, batch_tokens=600, hidden=32, layers=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    torch.set_num_threads(1)
+    started_here = not dist.is_initialized()
+    if started_here:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if started_here:
+        dist.destroy_process_group()
+        weights.mesh.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def demos() -> list[sft.Demonstration]:
+    return sft.demonstrate("babyai", {}, 40, CONFIG)
+
+
+def tokenizer_for(demos):
+    return sft.make_tokenizer(
+        [text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])],
+        512,
+    )
+
+
+def test_demonstrations_are_successes_with_some_noise(demos):
+    assert len(demos) == 40 and all(demo.turns[-1][2] == "Goal reached." for demo in demos)
+    turns = [turn for demo in demos for turn in demo.turns]
+    noise = sum(not is_experts for _, is_experts, _ in turns) / len(turns)
+    assert 0.05 < noise < 0.25
+    assert demos == sft.demonstrate("babyai", {}, 40, CONFIG)  # seeded
+    assert demos != sft.demonstrate("babyai", {}, 40, dataclasses.replace(CONFIG, seed=1))
+
+
+def test_only_the_experts_words_are_learnt(demos):
+    chat = Chat(tokenizer_for(demos))
+    demo = next(demo for demo in demos if not all(is_experts for _, is_experts, _ in demo.turns))
+    t = sft.as_trajectory(demo, chat, "Do it.")
+    learnt = chat.tokenizer.decode([i for i, mask in zip(t.ids, t.loss_mask, strict=True) if mask])
+    assert learnt == "".join(f"{words}<|end|>" for words, is_experts, _ in demo.turns if is_experts)
+    assert len(t.ids) == len(t.loss_mask) == len(t.logprobs)
+
+
+def test_the_tiny_tokenizer_spells_anything_and_knows_the_common_words(demos):
+    tokenizer = tokenizer_for(demos)
+    for text in ("Thought: I want red key.", "naïve 日本 \x00 \n\n  x"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert len(tokenizer.encode(" Thought", add_special_tokens=False)) <= 2
+    assert len(tokenizer) <= 512
+    assert Chat(tokenizer).end_of_turn == tokenizer.eos_token_id
+
+
+def test_the_order_of_demonstrations_repeats_none_before_all_have_been_seen():
+    stream = list(islice(sft.shuffled(list("abcde"), ("x",)), 15))
+    assert sorted(stream[:5]) == sorted(stream[5:10]) == sorted(stream[10:]) == list("abcde")
+    assert stream[:5] != stream[5:10]
+
+
+def test_a_starting_policy_is_made_once_and_again_when_anything_changes(tmp_path, monkeypatch):
+    folder = sft.starting_policy(CONFIG, tmp_path)
+    made = []
+    monkeypatch.setattr(sft, "gather_demonstrations", lambda config: made.append(config) or 1 / 0)
+    assert sft.starting_policy(CONFIG, tmp_path) == folder and not made
+    with pytest.raises(ZeroDivisionError):
+        sft.starting_policy(dataclasses.replace(CONFIG, lr=1e-3), tmp_path)
+    lm, tokenizer = weights.load(folder)
+    assert lm.config.hidden_size == 32 and tokenizer.chat_template
+
+
+def test_cloning_lowers_the_loss(demos):
+    tokenizer = tokenizer_for(demos)
+    chat = Chat(tokenizer)
+    trajectories = [sft.as_trajectory(demo, chat, "") for demo in demos]
+
+    def loss_after(updates: int) -> float:
+        actor = weights.shard(weights.Actor(sft.make_tiny(tokenizer, CONFIG)), weights.mesh())
+        return sft.clone(
+            actor,
+            trajectories,
+            dataclasses.replace(CONFIG, updates=updates),
+            tokenizer.pad_token_id,
+        )
+
+    assert loss_after(30) < loss_after(2) - 1.0
+
+
+def test_an_expert_that_hardly_ever_succeeds_is_an_error_and_no_endless_loop():
+    with pytest.raises(ValueError, match="raise --demo-turns"):
+        sft.demonstrate("textcraft", {}, 10, dataclasses.replace(CONFIG, demo_turns=1))
