@@ -34,7 +34,7 @@ from agent import Chat, Trajectory
 from algorithms import pass_at_k
 from curriculum import seed_for
 from env_server import EnvServers, parse_options
-from rollout import EnvPool, ENGINES, Limits, RolloutError, check_errors, rollout_on_all_ranks
+from rollout import ENGINES, EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ from evaluate import (
     transcript,
 )
 from rollout import (
-    Batch,
     ENGINES,
+    Batch,
     Limits,
     RolloutError,
     check_errors,
