@@ -133,7 +133,7 @@ class Config:
     )
     kl_coef: float = 0.0  # leash to the starting policy; 0 loads no reference
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # in the loss; in the reward it is always k1
+    kl_estimator: Literal["k2", "k3"] = "k3"  # in the loss, where k1 would have no gradient; in the reward it is k1
     entropy_coef: float = 0.0  # bonus for staying undecided
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
     keep_dead_groups: bool = (
