@@ -97,7 +97,7 @@ class Config:
     model: str = "tiny"  # tiny (cloned from the expert first), smollm2, a folder, or a hub id
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
-    steps: int = 100  # training steps: a batch of trajectories and its updates
+    steps: int = 120  # training steps: a batch of trajectories and its updates
     budget_tokens: int = (
         0  # stop early, once this many tokens have been sampled in training; 0 for no such limit
     )
@@ -118,6 +118,7 @@ class Config:
     critic_lr: float = 1e-3  # of PPO's critic
     critic_warmup: int = 2  # steps in which only the critic learns
     warmup: int = 5  # steps in which learning rates rise from 0
+    decay: float = 0.4  # share of all steps, at the end, in which they fall to 0 again
     max_grad_norm: float = 1.0  # longer gradients are shortened to this
     clip_low: float = 0.2  # how far a probability may fall in a step, as a ratio below 1
     clip_high: float = 0.2  # and rise, above 1
@@ -133,7 +134,9 @@ class Config:
     )
     kl_coef: float = 0.0  # leash to the starting policy; 0 loads no reference
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k2", "k3"] = "k3"  # in the loss, where k1 would have no gradient; in the reward it is k1
+    kl_estimator: Literal["k2", "k3"] = (
+        "k3"  # in the loss, where k1 would have no gradient; in the reward it is k1
+    )
     entropy_coef: float = 0.0  # bonus for staying undecided
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
     keep_dead_groups: bool = (
@@ -196,6 +199,8 @@ class Config:
             raise ValueError(
                 "--temperature 0 is greedy: all trajectories of a group would be the same. Use 1.0"
             )
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"--decay is a share of the steps, 0 to 1, got {self.decay}")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ValueError("--kl-coef and --entropy-coef must be 0 or more")
         if self.resume and not self.name:
@@ -563,7 +568,7 @@ def resume_point(config: Config) -> Path | None:
     saved = json.loads((run / "config.json").read_text())
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     # What may differ changes nothing that has been computed already.
-    free = {"resume", "steps", "save_every", "keep", "log_tokens"}
+    free = {"resume", "save_every", "keep", "log_tokens"} | (set() if config.decay else {"steps"})
     free |= {"env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
     changed = [
         f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}"
@@ -588,8 +593,13 @@ def open_run(config: Config) -> Path:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Share of the peak: rises over `warmup` steps, then stays."""
-    return min(1.0, step / max(1, config.warmup))
+    """Share of the peak: rises over `warmup` steps, stays, and falls in a straight line over the last `decay`.
+
+    The fall matters: at a constant rate the last updates' noise stays in the weights that are evaluated.
+    """
+    rise = step / max(1, config.warmup)
+    fall = (config.steps + 1 - step) / max(1.0, config.decay * config.steps)
+    return min(1.0, rise, fall)
 
 
 def main(config: Config) -> None:

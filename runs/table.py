@@ -82,7 +82,7 @@ def run(setting: str, seed: int, start: str, config: Config) -> None:
     if not (run_folder / "checkpoints").exists():
         script(
             "train.py", *flags, "--model", start, "--seed", str(seed), "--name", name, "--eval-every", "0",
-            "--steps", "1000", "--budget-tokens", str(config.budget), "--save-every", "1000",
+            "--steps", "1000", "--decay", "0", "--budget-tokens", str(config.budget), "--save-every", "1000",
         )  # fmt: skip
     (checkpoint,) = (run_folder / "checkpoints").glob("step_*")
     evaluate(str(checkpoint), seed, name + "-test")

@@ -9,7 +9,10 @@ from transformers import PreTrainedTokenizerFast
 import sft
 from agent import FORMAT, Chat, Trajectory, parse_react
 
-WORDS = ["You are an agent. Thought: I want red key. Action: go to red key 1", "See: grey door 2, 3 ahead.\nWall 6."] * 5
+WORDS = [
+    "You are an agent. Thought: I want red key. Action: go to red key 1",
+    "See: grey door 2, 3 ahead.\nWall 6.",
+] * 5
 
 CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
@@ -43,9 +46,20 @@ def make(family: str, template: str) -> PreTrainedTokenizerFast:
     else:  # SentencePiece's way: a space is a letter, and the start of a text counts as one
         core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False)
-        core.train_from_iterator([*WORDS, "\n", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.:;,0123456789<>/|_"], trainer)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>")
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False
+        )
+        core.train_from_iterator(
+            [
+                *WORDS,
+                "\n",
+                "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.:;,0123456789<>/|_",
+            ],
+            trainer,
+        )
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core, unk_token="<unk>", bos_token="<s>"
+        )
         tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:5]})
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = template
@@ -54,18 +68,25 @@ def make(family: str, template: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("family", ["bytes", "metaspace"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_pieces_joined_are_the_whole_conversation_token_by_token(family, template):  # BEHAVIOURS 1, 2, 4, 8
+def test_pieces_joined_are_the_whole_conversation_token_by_token(
+    family, template
+):  # BEHAVIOURS 1, 2, 4, 8
     tokenizer = make(family, TEMPLATES[template])
     chat = Chat(tokenizer)
     observations = ["See: grey door 2", "two\nlines", "Wall 6 ahead."]
     reply = "Thought: I want red key.\nAction: go"
     ids = chat.prompt("Do it.", observations[0])
     for observation in observations[1:]:
-        ids += tokenizer.encode(chat._end_text + reply, add_special_tokens=False)[1:] + [chat.end_of_turn]
+        ids += tokenizer.encode(chat._end_text + reply, add_special_tokens=False)[1:] + [
+            chat.end_of_turn
+        ]
         ids += chat.between(observation)
     messages = chat._opening(f"Do it.\n\n{FORMAT}", observations[0])
     for observation in observations[1:]:
-        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": observation}]
+        messages += [
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": observation},
+        ]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ids == tokenizer.encode(whole, add_special_tokens=False)
 
@@ -84,7 +105,11 @@ def test_thinking_stays_in_the_history_even_where_the_template_would_drop_it(): 
 def test_templates_that_cannot_be_taken_apart_are_refused_in_a_sentence():  # BEHAVIOURS 2
     counting = "{{ messages | length }}" + CHATML
     no_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    for template, says in ((counting, "not append-only"), (no_end, "special token"), (None, "no chat template")):
+    for template, says in (
+        (counting, "not append-only"),
+        (no_end, "special token"),
+        (None, "no chat template"),
+    ):
         with pytest.raises(ValueError, match=says):
             Chat(make("bytes", template))
 
@@ -102,7 +127,11 @@ def test_a_forced_end_of_turn_is_never_trained_on():  # BEHAVIOURS 3, 7, 8
     chat = Chat(make("bytes", CHATML))
     cut, whole, other = Trajectory("toy", "t"), Trajectory("toy", "t"), Trajectory("toy", "t")
     cut.add_completion([300, 301], [-1.0, -2.0], chat)
-    assert (cut.ids, cut.loss_mask, cut.logprobs) == ([300, 301, chat.end_of_turn], [1, 1, 0], [-1.0, -2.0, 0.0])
+    assert (cut.ids, cut.loss_mask, cut.logprobs) == (
+        [300, 301, chat.end_of_turn],
+        [1, 1, 0],
+        [-1.0, -2.0, 0.0],
+    )
     whole.add_completion([300, chat.end_of_turn], [-1.0, -2.0], chat)
     assert (whole.ids, whole.loss_mask) == ([300, chat.end_of_turn], [1, 1])
     other.add_completion([300], [-1.0], chat, close=False)

@@ -38,7 +38,9 @@ def lm():
     return Qwen2ForCausalLM(shape).eval()
 
 
-def play(lm, wave_order: int, prefill_tokens: int = 60, temperature: float = 0.7) -> dict[int, Trajectory]:
+def play(
+    lm, wave_order: int, prefill_tokens: int = 60, temperature: float = 0.7
+) -> dict[int, Trajectory]:
     """Twelve trajectories over six waves; some end, some join later. Stop tokens 5 to 9, up to 12 new ones a turn."""
     engine = HFEngine(lm, {5, 6, 7, 8, 9}, seed=1, prefill_tokens=prefill_tokens)
     made = {}
@@ -46,7 +48,9 @@ def play(lm, wave_order: int, prefill_tokens: int = 60, temperature: float = 0.7
         live = [i for i in range(12) if i // 3 <= wave < i // 3 + 3]
         for i in live[::wave_order]:
             t = made.setdefault(i, Trajectory("toy", str(i)))
-            t.add_context([(7 * i + 3 * wave + j) % 50 + 10 for j in range(2 + (5 * i + wave) % 11)])
+            t.add_context(
+                [(7 * i + 3 * wave + j) % 50 + 10 for j in range(2 + (5 * i + wave) % 11)]
+            )
             engine.add(("play", i, wave), t.ids, 1 + (i + wave) % 12, temperature)
         finished = engine.step()
         assert sorted(key[1] for key, _, _ in finished) == live
@@ -58,12 +62,16 @@ def play(lm, wave_order: int, prefill_tokens: int = 60, temperature: float = 0.7
     return made
 
 
-def test_logprobs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature(lm):  # BEHAVIOURS 24
+def test_logprobs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature(
+    lm,
+):  # BEHAVIOURS 24
     for t in play(lm, 1).values():
         ids = torch.tensor([t.ids])
         plain = (lm(ids).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         mask = torch.tensor(t.loss_mask[1:]).bool()
-        torch.testing.assert_close(torch.tensor(t.logprobs[1:])[mask], plain[mask], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(t.logprobs[1:])[mask], plain[mask], atol=2e-5, rtol=1e-4
+        )
 
 
 def test_results_depend_on_keys_alone(lm):
@@ -77,7 +85,13 @@ def test_greedy_is_generates_greedy(lm):
     prompt = [11, 12, 13, 14]
     engine.add((0, 0), prompt, 20, 0.0)
     ((_, ids, _),) = engine.step()
-    out = lm.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, min_new_tokens=20, pad_token_id=0)
+    out = lm.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=20,
+        min_new_tokens=20,
+        pad_token_id=0,
+    )
     assert ids == out[0, 4:].tolist()
 
 
@@ -91,7 +105,10 @@ def test_new_weights_are_used_at_once_and_no_old_key_or_value_survives(lm):  # B
 
     before = answer(0)
     old = {name: p.detach().clone() for name, p in lm.named_parameters()}
-    engine.sync([(name, p + 0.05 * torch.ones_like(p).cumsum(0).sin()) for name, p in old.items()], version=1)
+    engine.sync(
+        [(name, p + 0.05 * torch.ones_like(p).cumsum(0).sin()) for name, p in old.items()],
+        version=1,
+    )
     after = answer(1)
     assert engine.version == 1 and before != after
     fresh = HFEngine(lm, {-1})
@@ -103,7 +120,9 @@ def test_new_weights_are_used_at_once_and_no_old_key_or_value_survives(lm):  # B
 
 def test_sampling_by_hand():
     logits = torch.tensor([0.1, 0.2, 0.0, 0.7]).log().expand(6, 4)
-    tokens, logprobs = sample(logits, torch.ones(6), torch.tensor([0.0, 0.05, 0.15, 0.29, 0.31, 1 - 1e-7]))
+    tokens, logprobs = sample(
+        logits, torch.ones(6), torch.tensor([0.0, 0.05, 0.15, 0.29, 0.31, 1 - 1e-7])
+    )
     assert tokens.tolist() == [0, 0, 1, 1, 3, 3]  # 2 has no probability and is never drawn
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.1, 0.1, 0.2, 0.2, 0.7, 0.7]))
     tokens, logprobs = sample(logits[:1], torch.zeros(1), torch.zeros(1))
@@ -136,7 +155,9 @@ class Script:
         finished = []
         for key, most in self.waiting:
             text = self.says(key) if callable(self.says) else self.says[key[-1]]
-            ids = (self.chat.tokenizer.encode(text, add_special_tokens=False) + [self.chat.end_of_turn])[:most]
+            ids = (
+                self.chat.tokenizer.encode(text, add_special_tokens=False) + [self.chat.end_of_turn]
+            )[:most]
             finished.append((key, ids, [-0.5] * len(ids)))
         self.waiting = []
         return finished
@@ -194,7 +215,9 @@ def test_an_episode_from_reset_to_the_end(chat, in_waves):  # BEHAVIOURS 1, 2, 1
     for shorter, longer in zip(asked, [*asked[1:], t.ids], strict=True):
         assert longer[: len(shorter)] == shorter  # the engine saw prefixes of what is trained on
     batch = collate([t])
-    assert (batch.rewards * batch.loss_mask).sum() == 0.75  # not one reward sits where the mask hides it
+    assert (
+        batch.rewards * batch.loss_mask
+    ).sum() == 0.75  # not one reward sits where the mask hides it
     for turn in t.turns:
         assert t.ids[turn.stop - 1] == chat.end_of_turn and batch.rewards[0, turn.stop - 1] == 0.25
         assert t.loss_mask[turn.start : turn.stop] == [1] * (turn.stop - turn.start)
@@ -206,7 +229,11 @@ def test_the_endings_are_kept_apart(chat):  # BEHAVIOURS 16, 20, 21
     assert run(chat, Script(chat, [GO] * 9), Rooms(), max_turns=2)[0].end == "max_turns"
     broken = Rooms(lambda task, attempt: 1 / 0)
     (t,) = run(chat, Script(chat, [GO] * 9), broken)
-    assert (t.end, t.success, broken.attempts["task 0"]) == ("error", False, 2) and "ZeroDivisionError" in t.error
+    assert (t.end, t.success, broken.attempts["task 0"]) == (
+        "error",
+        False,
+        2,
+    ) and "ZeroDivisionError" in t.error
 
 
 def test_budgets_to_the_token(chat):  # BEHAVIOURS 20, 22
@@ -222,7 +249,9 @@ def test_budgets_to_the_token(chat):  # BEHAVIOURS 20, 22
     assert (cut.end, cut.success, len(cut.ids)) == ("max_tokens", False, last.stop - 1)
     assert len(steps) == 2  # the action that was cut off never reached the environment
     (short,) = run(chat, Script(chat, [GO] * 9), Rooms(), max_tokens=3)
-    assert short.end == "max_tokens" and not any(short.loss_mask)  # BEHAVIOURS 6: nothing to train on
+    assert short.end == "max_tokens" and not any(
+        short.loss_mask
+    )  # BEHAVIOURS 6: nothing to train on
 
 
 def test_a_turn_cut_by_its_own_limit_is_closed_parsed_and_goes_on(chat):  # BEHAVIOURS 7, 20
@@ -241,12 +270,19 @@ def test_broken_form_costs_a_turn_and_no_call(chat):
     assert t.turns[1].observation.startswith("No action found")
     (t,) = run(chat, Script(chat, ["hm"] * 9), Rooms(), max_invalid=2)
     assert (t.end, len(t.turns), t.success) == ("terminated", 2, False)
-    (t,) = run(chat, Script(chat, ["Action: jump"] * 9), Rooms(lambda *_: Room(steps=9)), max_invalid=3)
+    (t,) = run(
+        chat, Script(chat, ["Action: jump"] * 9), Rooms(lambda *_: Room(steps=9)), max_invalid=3
+    )
     assert (t.end, len(t.turns)) == ("terminated", 3)
 
 
 def test_a_long_observation_is_clipped_before_it_is_read(chat):
-    (t,) = run(chat, Script(chat, [GO] * 9), Rooms(lambda *_: Room(says="See: " + "wall " * 500)), max_observation_tokens=80)
+    (t,) = run(
+        chat,
+        Script(chat, [GO] * 9),
+        Rooms(lambda *_: Room(says="See: " + "wall " * 500)),
+        max_observation_tokens=80,
+    )
     assert "left out" in t.turns[1].observation and len(t.ids) < 400
 
 
@@ -262,7 +298,11 @@ def test_dead_and_hanging_environments_hold_nobody_up(chat):  # BEHAVIOURS 42, 4
         if task == "task 3":
             raise EnvError("unreachable", "gone")
         # a client raises once its deadline is over; this one hangs half a second, always
-        return Room(on_step=(lambda room: time.sleep(0.5) or 1 / 0) if task == "task 5" else (lambda room: None))
+        return Room(
+            on_step=(lambda room: time.sleep(0.5) or 1 / 0)
+            if task == "task 5"
+            else (lambda room: None)
+        )
 
     began = time.monotonic()
     done = run(chat, Script(chat, [GO] * 9), Rooms(make), 16, episode_seconds=1.2)
@@ -314,7 +354,14 @@ def test_a_server_killed_in_the_middle_costs_no_episode(chat):  # BEHAVIOURS 42,
             return "Thought: a\nAction: inventory"
 
         blanks = [Trajectory("textcraft", task, i) for i, task in enumerate(tasks)]
-        done = rollout(Script(chat, says), chat, {"textcraft": pool}, blanks, Limits(max_turns=4, max_tokens=4000), ("x",))
+        done = rollout(
+            Script(chat, says),
+            chat,
+            {"textcraft": pool},
+            blanks,
+            Limits(max_turns=4, max_tokens=4000),
+            ("x",),
+        )
         assert killed and [t.end for t in done] == ["max_turns"] * 8
         assert all(len(t.turns) == 4 for t in done)
         pool.close()
@@ -323,7 +370,10 @@ def test_a_server_killed_in_the_middle_costs_no_episode(chat):  # BEHAVIOURS 42,
 def test_wrong_servers_are_named(chat):
     with pytest.raises(ValueError, match="no environment server at http://127.0.0.1:9"):
         EnvPool(["http://127.0.0.1:9"]).check("textcraft")
-    with EnvServers("textcraft") as servers, pytest.raises(ValueError, match="serves textcraft, but --env is babyai"):
+    with (
+        EnvServers("textcraft") as servers,
+        pytest.raises(ValueError, match="serves textcraft, but --env is babyai"),
+    ):
         EnvPool(servers.urls).check("babyai")
 
 
@@ -335,31 +385,58 @@ def three_turns() -> Trajectory:
     t.ids = [1, 2, 30, 31, 9, 3, 32, 9, 3, 33, 34, 9, 4]
     t.loss_mask = [0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0]
     t.logprobs = [-0.1 * mask for mask in t.loss_mask]
-    t.turns = [Turn("", "", "", "", 2, 5, 0.5), Turn("", "", "", "", 6, 8, format_error=True), Turn("", "", "", "", 9, 11, 1.0)]
+    t.turns = [
+        Turn("", "", "", "", 2, 5, 0.5),
+        Turn("", "", "", "", 6, 8, format_error=True),
+        Turn("", "", "", "", 9, 11, 1.0),
+    ]
     return t
 
 
 def test_collate_on_three_turns():
-    short = Trajectory("toy", "t", group=1, ids=[1, 5], loss_mask=[0, 1], logprobs=[0.0, -1.0], end="max_turns")
+    short = Trajectory(
+        "toy", "t", group=1, ids=[1, 5], loss_mask=[0, 1], logprobs=[0.0, -1.0], end="max_turns"
+    )
     short.turns = [Turn("", "", "", "", 1, 2)]
     batch = collate([three_turns(), short], pad_id=99)
-    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0], [0, 1] + [0] * 11]
-    assert batch.rewards[0].nonzero()[:, 0].tolist() == [4, 10] and batch.rewards[0, [4, 10]].tolist() == [0.5, 1.0]
-    assert batch.turn_ends[0].nonzero()[:, 0].tolist() == [4, 7, 10] and batch.format_errors[0].nonzero().tolist() == [[7]]
+    assert batch.loss_mask.int().tolist() == [
+        [0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0],
+        [0, 1] + [0] * 11,
+    ]
+    assert batch.rewards[0].nonzero()[:, 0].tolist() == [4, 10] and batch.rewards[
+        0, [4, 10]
+    ].tolist() == [0.5, 1.0]
+    assert batch.turn_ends[0].nonzero()[:, 0].tolist() == [4, 7, 10] and batch.format_errors[
+        0
+    ].nonzero().tolist() == [[7]]
     assert batch.input_ids[1].tolist() == [1, 5] + [99] * 11
-    assert (batch.lengths.tolist(), batch.returns.tolist(), batch.group_ids.tolist()) == ([13, 2], [1.5, 0.0], [4, 1])
+    assert (batch.lengths.tolist(), batch.returns.tolist(), batch.group_ids.tolist()) == (
+        [13, 2],
+        [1.5, 0.0],
+        [4, 1],
+    )
     assert batch.terminated.tolist() == [True, False]
     part = batch.select([1])
-    assert part.input_ids.tolist() == [[1, 5]] and part.loss_mask.int().tolist() == [[0, 1]] and part.old_logprobs is None
+    assert (
+        part.input_ids.tolist() == [[1, 5]]
+        and part.loss_mask.int().tolist() == [[0, 1]]
+        and part.old_logprobs is None
+    )
     assert not batch.select([]).loss_mask.any() and batch.select([]).input_ids.shape == (1, 13)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120), st.integers(1, 5))
-def test_micro_batches_hold_each_row_once_within_the_budget_and_ranks_get_equally_many(lengths, budget, world):  # BEHAVIOURS 36
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120), st.integers(1, 5)
+)
+def test_micro_batches_hold_each_row_once_within_the_budget_and_ranks_get_equally_many(
+    lengths, budget, world
+):  # BEHAVIOURS 36
     groups = micro_batches(lengths, budget)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         assert len(group) == 1 or len(group) * max(lengths[row] for row in group) <= budget
     dealt = [deal(groups, rank, world) for rank in range(world)]
     assert len({len(mine) for mine in dealt}) == 1
-    assert sorted(row for mine in dealt for group in mine for row in group) == list(range(len(lengths)))
+    assert sorted(row for mine in dealt for group in mine for row in group) == list(
+        range(len(lengths))
+    )

@@ -406,6 +406,14 @@ def test_a_trajectory_without_a_sampled_token_is_counted_and_not_trained_on():  
     assert train.rollout_metrics(trajectories, batch)["empty_trajectories"] == 1
 
 
+def test_the_learning_rate_rises_stays_and_falls():
+    config = train.Config(steps=10, warmup=2, decay=0.4)
+    shares = [train.learning_rate(step, config) for step in range(1, 11)]
+    assert shares == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    flat = dataclasses.replace(config, warmup=0, decay=0.0)
+    assert [train.learning_rate(step, flat) for step in (1, 5, 10)] == [1.0, 1.0, 1.0]
+
+
 def test_minibatches_hold_every_row_once():
     parts = train.split(list(range(10)), 3, seed=1)
     assert sorted(sum(parts, [])) == list(range(10)) and [len(part) for part in parts] == [4, 3, 3]
