@@ -9,12 +9,12 @@ Rewards in, gradients out: every formula of the trainer, as a pure function on t
                 rloo_advantages                             Ahmadian et al. 2024
                 gae_advantages                              Schulman et al. 2015, Eq. 16
                 reinforce_plus_plus_advantages              Hu et al. 2025
-    losses      aggregate, loss_denominator                 Yu et al. 2025; Dr. GRPO: Liu et al. 2025
+    losses      aggregate, loss_denominator                 Yu et al.; Dr. GRPO: Liu et al. 2025
                 policy_loss                                 PPO: Schulman et al. 2017, Eq. 7
                 value_loss, explained_variance
                 sft_loss, dpo_loss                          Rafailov et al. 2023, Eq. 7
-    distances   kl_divergence                               Schulman 2020; k3 as in Shao et al., Eq. 4
-                truncated_importance_weights, mismatch_stats            Yao et al. 2025
+    distances   kl_divergence                               Schulman 2020; k3: Shao et al., Eq. 4
+                truncated_importance_weights, mismatch_stats   Yao et al. 2025
     evaluation  pass_at_k                                   Chen et al. 2021, Eq. 1
 
 Three conventions hold everywhere:
@@ -24,9 +24,12 @@ Three conventions hold everywhere:
 - Sums are divided by totals of the whole update, not of the micro-batch at hand: that is what the
   `denominator` arguments are for.
 - Advantages are computed once a step, on the whole batch, before it is split over ranks.
+`returns` is a quantity here, so docstrings call what a function gives back its `result`.
 
-Read rollout.py first, curriculum.py and train.py next. No model and no I/O in here, so all of it can
-be checked on paper: python -m pytest tests/test_algorithms.py
+Read rollout.py first, curriculum.py and train.py next. No model and no I/O in here, so all of it
+can be checked on paper:
+
+    python -m pytest tests/test_algorithms.py
 """
 
 import math
@@ -69,16 +72,17 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     The variance is the unbiased one (N - 1), as in verl; OpenRLHF divides by N. Entries that are
     all equal, or fewer than two, become exactly 0: there is nothing to compare.
     """
-    entries = keep(x, mask)[mask != 0]  # (N,)
+    x = keep(x, mask)
+    entries = x[mask != 0]  # (N,)
     if len(entries) < 2 or entries.max() == entries.min():
-        return torch.zeros_like(keep(x, mask))
-    return keep((keep(x, mask) - entries.mean()) / (entries.std() + 1e-8), mask)
+        return torch.zeros_like(x)
+    return keep((x - entries.mean()) / (entries.std() + 1e-8), mask)
 
 
 @torch.no_grad()
 def token_stats(loss_mask: Tensor, **per_token: Tensor) -> dict[str, float]:
-    """Mean of each (B, T) tensor over the mask; the maximum, 0 if there is none, where a name ends
-    in `_max`. `num_tokens` goes with them, so that `combine_stats` can weight them."""
+    """The mean of each (B, T) tensor over the mask, or where its name ends in `_max` the maximum,
+    for logs; 0 where the mask is empty. `num_tokens` comes along for `combine_stats`."""
     stats = {
         name: keep(x, loss_mask).max() if name.endswith("_max") else masked_mean(x, loss_mask)
         for name, x in per_token.items()
@@ -95,10 +99,10 @@ def combine_stats(parts: list[dict[str, float]]) -> dict[str, float]:
     """
     total = sum(part["num_tokens"] for part in parts)
     combined = {"num_tokens": total}
-    for name in parts[0].keys() - combined.keys():
+    for name in parts[0]:
         if name.endswith("_max"):
             combined[name] = max(part[name] for part in parts)
-        else:
+        elif name != "num_tokens":
             weighted = sum(part[name] * part["num_tokens"] for part in parts)
             combined[name] = weighted / max(total, 1)
     return combined
@@ -136,7 +140,7 @@ def shape_rewards(
     turn_ends      (B, T)  1 on each turn's last sampled token, from the rollout's record: a reward
                            of 0 ends a turn like any other, so boundaries can't be read off rewards
     format_errors  (B, T)  1 on that token where the turn broke the format
-    returns        (B, T)  a new tensor; outside the mask, the rewards as they came
+    result         (B, T)  a new tensor; outside the mask, the rewards as they came
     """
     shaped = rewards.clone() if rewards.is_floating_point() else rewards.float()
     costs = {
@@ -176,7 +180,7 @@ def dead_groups(returns: Tensor, group_ids: Tensor) -> Tensor:
 
     returns    (B,)
     group_ids  (B,)  equal for the G trajectories of one task; any integers, in any order
-    returns    (B,)  bool
+    result     (B,)  bool
     """
     if returns.isnan().any():
         raise ValueError(f"got NaN in {returns}: leave trajectories that ended in an error out")
@@ -194,12 +198,12 @@ def grpo_advantages(returns: Tensor, group_ids: Tensor, scale_by_std: bool = Tru
 
     The other tries at the same task are the critic: what the task was worth is what they got. The
     paper doesn't say which std; ours is unbiased (G - 1), as in verl, TRL and OpenRLHF.
-    `scale_by_std=False` is Dr. GRPO (Liu et al. 2025): dividing by the std weights a task more the
-    more often it was solved, or failed, by nearly all. A dead group gets exactly 0; verl hands a
-    group of one its raw return instead.
+    `scale_by_std=False` is Dr. GRPO (Liu et al. 2025): dividing by the std weights a task more, the
+    nearer its success rate is to 0 or 1. A dead group gets exactly 0; verl hands a group of one its
+    raw return instead.
 
     returns, group_ids  (B,)  without trajectories that ended in an error: those are not zeros
-    returns             (B,)  one advantage for every trainable token of the trajectory
+    result              (B,)  one advantage for every trainable token of the trajectory
     """
     returns = returns if returns.is_floating_point() else returns.float()
     is_dead = dead_groups(returns, group_ids)
@@ -220,7 +224,7 @@ def rloo_advantages(returns: Tensor, group_ids: Tensor) -> Tensor:
     paper also takes the KL into R and has no clip; here both are left to the caller.
 
     returns, group_ids  (B,)
-    returns             (B,)
+    result              (B,)
     """
     centred = grpo_advantages(returns, group_ids, scale_by_std=False)
     sizes = (group_ids[:, None] == group_ids[None, :]).sum(1)  # (B,) G of each one's group
@@ -242,16 +246,16 @@ def gae_advantages(
 
     To the agent, the last token of a turn and the first of its next one are neighbours: what lies
     between them is the environment's. So V_{i+1} is never read on an observation token, where no
-    loss ever trained the critic, and a long observation discounts nothing. Scanning all T tokens,
-    as AgentGym-RL, OpenRLHF and slime do, lets it: with lam 0.95, fifty observation tokens shrink
-    the credit of earlier turns to a thirteenth.
+    loss ever trained the critic (AgentGym-RL's code does), and a long observation discounts nothing
+    (in OpenRLHF and slime, which scan all T tokens, fifty of them at lam 0.95 shrink the credit of
+    earlier turns to a thirteenth). verl and AReaL do as we do.
 
     rewards           (B, T)  what lies outside the mask is not paid: put rewards on sampled tokens
     values            (B, T)  V before token t was chosen, that is, from the position before it
     loss_mask         (B, T)
     bootstrap_values  (B,)    V after the last token. 0 where the environment ended the episode, the
                               critic's value where a limit cut it: being cut off is not a failure
-    returns           (B, T), (B, T)  advantages, not whitened, and the critic's targets
+    result            (B, T), (B, T)  advantages, not whitened, and the critic's targets
     """
     inside = loss_mask != 0
     B, N = len(inside), int(inside.sum(1).max()) if inside.any() else 0
@@ -259,8 +263,8 @@ def gae_advantages(
     # tokens any trajectory has, not T, and rows that have fewer are filled up on the right.
     order = inside.int().argsort(dim=1, descending=True, stable=True)[:, :N]  # (B, N)
     is_token = inside.gather(1, order)  # (B, N), 0 on filling
-    r = keep(rewards, inside).gather(1, order)
-    v = keep(values, inside).gather(1, order)
+    values = keep(values, inside)
+    r, v = keep(rewards, inside).gather(1, order), values.gather(1, order)  # (B, N), (B, N)
     next_value = v.new_zeros(B) if bootstrap_values is None else bootstrap_values.to(v)  # (B,)
     next_advantage = v.new_zeros(B)
     columns = []
@@ -271,8 +275,8 @@ def gae_advantages(
         next_value = torch.where(is_token[:, i], v[:, i], next_value)
         columns.append(next_advantage)
     scanned = torch.stack(columns[::-1], dim=1) if columns else v  # (B, N)
-    advantages = keep(torch.zeros_like(keep(values, inside)).scatter(1, order, scanned), inside)
-    return advantages, advantages + keep(values, inside)
+    advantages = keep(scanned.new_zeros(inside.shape).scatter(1, order, scanned), inside)  # (B, T)
+    return advantages, advantages + values
 
 
 def reinforce_plus_plus_advantages(
@@ -288,7 +292,7 @@ def reinforce_plus_plus_advantages(
     grpo_advantages(..., scale_by_std=False), spread over tokens.
 
     rewards, loss_mask  (B, T)
-    returns             (B, T)  0 outside the mask
+    result              (B, T)  0 outside the mask
     """
     rewards_to_go, _ = gae_advantages(rewards, torch.zeros_like(rewards), loss_mask, gamma, lam=1.0)
     return whiten(rewards_to_go, loss_mask)
@@ -312,10 +316,10 @@ def aggregate(
 ) -> Tensor:
     """From a loss per token to one number: whose tokens weigh how much?
 
-        token-mean               sum_it l_it / N           long trajectories weigh more (DAPO)
-        seq-mean-token-mean      sum_i (sum_t l_it / n_i) / B    all weigh the same, so a token of a
-                                                          long one weighs less (GRPO as published)
-        seq-mean-token-sum-norm  sum_it l_it / (B L)       L a constant: no bias of length (Dr. GRPO)
+        token-mean               sum_it l_it / N          long trajectories weigh more (DAPO)
+        seq-mean-token-mean      sum_it (l_it / n_i) / B  all weigh the same, so tokens of long
+                                                          ones weigh less (GRPO as published)
+        seq-mean-token-sum-norm  sum_it l_it / (B L)      L constant: no length bias (Dr. GRPO)
 
     N trainable tokens, n_i of them in trajectory i, B trajectories that have any. Where an update
     is split into micro-batches, `denominator` must be the N, B or B L of all of it, over all ranks;
@@ -381,7 +385,7 @@ def policy_loss(
     loss_mask     (B, T)
     weights       (B, T)  w, for the sampler's mismatch; they leave the denominator alone
     denominator   see aggregate
-    returns       (), and token_stats over this call's tokens: put calls together by combine_stats
+    result        (), and token_stats over this call's tokens: put calls together by combine_stats
         approx_kl           mean of log pi_old - log pi, can be negative
         clip_fraction_low   share of tokens that the clip froze on their way down (A < 0) ...
         clip_fraction_high  ... and on their way up (A > 0)
@@ -390,7 +394,8 @@ def policy_loss(
     log_ratio = keep(logprobs - old_logprobs.detach(), loss_mask)  # (B, T)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()  # all ones in a step's first update
-    advantages = keep(advantages.detach().reshape(len(ratio), -1), loss_mask)  # (B, T)
+    advantages = advantages.detach() if advantages.dim() == 2 else advantages.detach()[:, None]
+    advantages = keep(advantages, loss_mask)  # (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
     if weights is not None:
@@ -417,13 +422,14 @@ def value_loss(
 
         l_t = 1/2 max( (V_t - R_t)^2,  (clip(V_t, V_old - clip, V_old + clip) - R_t)^2 )
 
-    The max is pessimistic: a value that ran further than `clip` from where the step began is not
-    pulled on, unless it ran away from its target. Not in the PPO paper but in its authors' code
-    (OpenAI baselines). verl and OpenRLHF default to 0.5, AgentGym-RL too; None means no clip.
+    The max is pessimistic: a value that went further than `clip` from where the step began gets no
+    more pull, unless it went away from its target. Not in the PPO paper but in its authors' code
+    (OpenAI baselines). verl, OpenRLHF and AgentGym-RL clip at 0.5; None means no clip.
 
-    values      (B, T)  carries the gradient; R is gae_advantages' second result, not whitened
+    values      (B, T)  V, of the critic being trained; the only argument that gets a gradient
     old_values  (B, T)  before the step's first update
-    returns     (), and token_stats: value_clip_fraction, value_mean
+    returns     (B, T)  R, the second result of gae_advantages, never whitened
+    result      (), and token_stats: value_clip_fraction, value_mean
     """
     values = keep(values, loss_mask)
     old_values, targets = keep(old_values.detach(), loss_mask), keep(returns.detach(), loss_mask)
@@ -442,7 +448,7 @@ def value_loss(
 
 def explained_variance(returns: Tensor, values: Tensor, loss_mask: Tensor) -> float | None:
     """1 - Var(R - V) / Var(R) over the mask: 1 is a perfect critic, 0 one that only knows the mean,
-    below 0 one that does harm. None where the returns don't vary, so there is nothing to explain."""
+    below 0 one that does harm. None where the returns don't vary: there is nothing to explain."""
     inside = loss_mask != 0
     R, V = keep(returns, inside)[inside], keep(values, inside)[inside]  # (N,), (N,)
     if len(R) < 2 or R.max() == R.min():
@@ -488,8 +494,8 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3")
 
         x = log pi - log pi_ref        k1 = x        k2 = x^2 / 2        k3 = exp(-x) - 1 + x
 
-    As values, sampled from pi: k1 and k3 are unbiased, k3 is never negative, k2 is biased. As losses,
-    the expected gradient is what counts, and only one of them has the one it promises:
+    As values, sampled from pi: k1 and k3 are unbiased, k3 is never negative, k2 is biased. In a
+    loss it is the expected gradient that counts, and only k2 has the one it promises:
 
         k1  0, since the mean of grad log pi is 0: never put it in a loss
         k2  grad KL(pi || pi_ref)
@@ -500,24 +506,21 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3")
     a step's later updates they are pi_old's, and without a ratio in front the estimates are off.
 
     x is clamped to +-20, k3 to 10; beyond, the gradient is 0. Unbounded, one token that the model
-    did not really choose gives a k3 of 1e19. A NaN stays a NaN, but one that a later mask hides
-    sends none into the gradient.
+    did not really choose gives a k3 of 1e19.
 
     logprobs, ref_logprobs  (B, T)
-    returns                 (B, T)  unmasked: feed it to aggregate or masked_mean
+    result                  (B, T)  unmasked: feed it to aggregate or masked_mean
     """
     if estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"estimator must be one of 'k1', 'k2', 'k3', got {estimator!r}")
-    difference = logprobs - ref_logprobs.detach()
-    is_number = ~difference.isnan()
-    x = keep(difference, is_number).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # There is no mask here, and none is needed: clamp's backward pass gives a plain 0 to whatever
+    # is out of range, NaN included, so nothing multiplies a NaN that the caller masks.
+    x = (logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
-        kl = x
-    elif estimator == "k2":
-        kl = x.square() / 2
-    else:
-        kl = (torch.expm1(-x) + x).clamp(max=MAX_K3)  # expm1: exp(-x) - 1 without cancellation
-    return torch.where(is_number, kl, difference)
+        return x
+    if estimator == "k2":
+        return x.square() / 2
+    return (torch.expm1(-x) + x).clamp(max=MAX_K3)  # expm1: exp(-x) - 1 without cancellation
 
 
 @torch.no_grad()
@@ -534,7 +537,7 @@ def truncated_importance_weights(
 
     old_logprobs      (B, T)  the trainer's, before the step's first update
     rollout_logprobs  (B, T)  the sampler's
-    returns           (B, T)  constants, without a gradient
+    result            (B, T)  constants, without a gradient
     """
     log_weights = (old_logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_weights.exp().clamp(max=cap)
@@ -550,8 +553,8 @@ def mismatch_stats(
         logprob_diff_mean     mean and
         logprob_diff_max      maximum of |log pi_old - log mu|
 
-    Watch the mean from the first step: it is a property of the engine, not of learning. A jump after
-    an update usually means that the sampler kept its old weights.
+    Watch the mean from the first step: it is a property of the engine, not of learning. A jump
+    after an update usually means that the sampler kept its old weights.
     """
     old_logprobs, mu = keep(old_logprobs, loss_mask), keep(rollout_logprobs, loss_mask)
     difference = (old_logprobs - mu).abs()  # (B, T)

@@ -1,9 +1,11 @@
-"""Every formula against numbers that can be redone on paper, its gradient, and the bug it is known for."""
+"""Every formula against numbers to redo on paper, its gradient, and the bug it is known for."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import tensor
 
 from algorithms import (
@@ -14,6 +16,7 @@ from algorithms import (
     explained_variance,
     gae_advantages,
     grpo_advantages,
+    keep,
     kl_divergence,
     loss_denominator,
     masked_mean,
@@ -303,7 +306,7 @@ def test_kl_estimators_by_hand():
 
 
 def test_expected_gradients_on_a_policy_of_two_tokens():  # BEHAVIOURS 38
-    """pi = (.8, .2), ref = (.5, .5), logits as parameters: sum_x pi(x) grad k(x), token by token."""
+    """pi = (.8, .2), ref = (.5, .5), logits as parameters: sum over x of pi(x) grad k(x)."""
     reference = tensor([0.5, 0.5]).log()
 
     def expected_gradient(estimator: str) -> torch.Tensor:
@@ -314,7 +317,7 @@ def test_expected_gradients_on_a_policy_of_two_tokens():  # BEHAVIOURS 38
         ).sum().backward()
         return logits.grad
 
-    # KL = sum p log(p/q); dKL/dz_1 = p1 p2 (log p1/q1 - log p2/q2) = .16 log 4;  reverse: p1 - q1 = .3
+    # KL = sum p log(p/q); dKL/dz_1 = p1 p2 (log p1/q1 - log p2/q2) = .16 log 4; reverse: p1 - q1
     close(expected_gradient("k1"), [0.0, 0.0])
     close(expected_gradient("k2"), [0.221807, -0.221807])
     close(expected_gradient("k3"), [0.3, -0.3])
@@ -375,3 +378,383 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(4, 0, 4) == 0 and pass_at_k(4, 4, 1) == 1
     with pytest.raises(ValueError, match="k <= n"):
         pass_at_k(2, 1, 3)
+
+
+# --- the bugs these formulas are known for: each control must give another number ---
+
+
+def test_masking_after_the_arithmetic_leaks_nan_into_the_gradient_and_ours_does_not():
+    # BEHAVIOURS 19. exp(100) is inf in float32, and autograd multiplies it by the mask's 0.
+    mask = tensor([[True, False]])
+    x = tensor([[1.0, 100.0]], requires_grad=True)
+    torch.where(mask, x.exp(), 0.0).sum().backward()
+    assert x.grad[0, 1].isnan()  # the control: value fine, gradient NaN
+    x = tensor([[1.0, 100.0]], requires_grad=True)
+    keep(x, mask).exp().sum().backward()
+    assert x.grad[0, 1].item() == 0.0
+    assert (tensor([[1.0, NAN]]) * mask).isnan().any()  # and `x * mask` fails in value already
+
+
+def test_seven_equal_rewards_have_a_deviation_and_still_no_advantage():  # BEHAVIOURS 35
+    seven = torch.full((7,), 0.1, dtype=torch.float64)
+    assert 0 < seven.std().item() < 1e-15  # the control: `if std == 0` would not notice
+    assert grpo_advantages(seven, torch.zeros(7, dtype=torch.long)).tolist() == [0.0] * 7
+    mixed = grpo_advantages(tensor([0.1, 0.1, 0.0, 1.0]), tensor([4, 4, 9, 9]))
+    assert mixed[:2].tolist() == [0.0, 0.0] and mixed[3] > 0.7
+
+
+def test_scanning_over_observations_gives_another_advantage():  # BEHAVIOURS 12, 13
+    rewards, values, mask = two_turns(50, 0.0)
+    everything, _ = gae_advantages(rewards, values, torch.ones_like(mask), 1.0, 0.95)
+    # .4 + .95 x .556 on the last observation, x .95^49 = .07518 on the first; -.3 + .95 x .07518 ...
+    close(everything[mask.bool()][:3], [-0.0113, -0.1172, -0.2286], atol=1e-4)
+    agent_only, _ = gae_advantages(rewards, values, mask, 1.0, 0.95)
+    close(agent_only[mask.bool()][:3], [0.76195, 0.69679, 0.6282], atol=1e-5)
+
+
+def test_with_gamma_and_lambda_1_the_advantage_is_the_return_minus_the_value():
+    rewards, values, mask = two_turns(3, 0.7)
+    advantages, returns = gae_advantages(rewards, values, mask)
+    close(advantages[mask.bool()], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    close(returns, mask.float())
+
+
+def test_the_paid_reward_reaches_every_token_of_the_trajectory():  # BEHAVIOURS 10
+    # One reward per turn: what is still to come is 3, 3 | 2 before whitening, in any estimator.
+    rewards, mask = tensor([[0.0, 1.0, 0.0, 2.0]]), tensor([[1, 1, 0, 1]])
+    _, returns = gae_advantages(rewards, torch.zeros(1, 4), mask)
+    close(returns, [[3.0, 3.0, 0.0, 2.0]])
+    # The bug: a reward on the closing observation is paid to nobody, so rollout.py puts none there.
+    _, lost = gae_advantages(tensor([[0.0, 0.0, 3.0, 0.0]]), torch.zeros(1, 4), mask)
+    assert lost.abs().sum() == 0
+
+
+def test_the_baseline_variant_of_reinforce_plus_plus_is_grpo_without_std_then_whitened():
+    # two groups with returns 1 0 | 1 1, and 2 1 3 2 tokens: .5 .5 -.5 0 0 0 0 0, mean 1/16
+    mask = tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    per_trajectory = grpo_advantages(tensor([1.0, 0, 1, 1]), tensor([0, 0, 1, 1]), False)
+    whitened = whiten(per_trajectory[:, None].expand(4, 3), mask)
+    close(whitened[:, 0], [1.365332, -1.755426, -0.195047, -0.195047])
+    assert whitened[mask == 0].tolist() == [0.0] * 4
+
+
+def test_a_value_that_runs_ahead_is_not_pulled_on_and_one_that_ran_away_is_pulled_back():
+    values = tensor([[0.9, 0.2, 0.6]], requires_grad=True)  # was 0.5 everywhere; clip 0.2
+    loss, stats = value_loss(values, torch.full((1, 3), 0.5), torch.ones(1, 3), torch.ones(1, 3))
+    loss.backward()
+    close(values.grad, [[0.0, -0.8 / 3, -0.4 / 3]])
+    close(stats["value_clip_fraction"], 1 / 3)
+    close(stats["value_mean"], 1.7 / 3)
+    loss, stats = value_loss(values, torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1, 3), None)
+    close(loss, (0.01 + 0.64 + 0.16) / 6)
+    assert stats["value_clip_fraction"] == 0
+
+
+def test_kl_in_the_reward_has_the_gradient_of_kl():  # BEHAVIOURS 38
+    """pi = (.75, .25), ref = (.5, .5): each token a trajectory, weighted by its probability.
+    dKL/dz_1 = p1 p2 (log p1/q1 - log p2/q2) = .1875 log 3 = .20599"""
+    logits = tensor([0.75, 0.25]).log().requires_grad_()
+    logprobs = logits.log_softmax(0)[:, None]  # (2, 1)
+    mask = torch.ones(2, 1)
+    k1 = kl_divergence(logprobs.detach(), torch.full((2, 1), 0.5).log(), "k1")
+    shaped = shape_rewards(torch.zeros(2, 1), mask, kl=k1, kl_coef=1.0)
+    loss, _ = policy_loss(
+        logprobs, logprobs, shaped, mask, weights=logprobs.detach().exp(), denominator=1
+    )
+    loss.backward()
+    close(logits.grad, [0.205990, -0.205990])
+
+
+def test_the_clamp_on_k3_ends_its_gradient_too():
+    logprobs = tensor([[-50.0, -1.0]], requires_grad=True)
+    kl_divergence(logprobs, tensor([[0.0, 0.0]])).sum().backward()
+    close(logprobs.grad, [[0.0, 1 - math.e]])
+
+
+def test_dpo_pulls_a_pair_apart_less_the_further_apart_it_is():
+    chosen, rejected = tensor([0.0, 40.0]).requires_grad_(), torch.zeros(2).requires_grad_()
+    dpo_loss(chosen, rejected, torch.zeros(2), torch.zeros(2)).backward()
+    # - beta sigmoid(-beta margin) / 2 pairs: .05 * .5 and .05 * .017986
+    close(chosen.grad, [-0.025, -0.000899])
+    close(rejected.grad, [0.025, 0.000899])
+
+
+def test_weights_multiply_the_loss_and_leave_the_denominator():
+    ones = torch.ones(1, 2)
+    loss, _ = policy_loss(-ones, -ones, ones, ones, weights=tensor([[2.0, 0.5]]))
+    close(loss, -(2.0 + 0.5) / 2)  # not / 2.5
+
+
+def test_a_masked_out_trajectory_leaves_every_denominator():  # BEHAVIOURS 23, 34
+    mask = torch.cat([LOSS_MASK, torch.zeros(1, 4)])
+    losses = torch.cat([LOSSES, torch.full((1, 4), NAN)])
+    for aggregation, length, total in [
+        ("token-mean", 0, 5.0),
+        ("seq-mean-token-mean", 0, 2.0),
+        ("seq-mean-token-sum-norm", 8, 16.0),
+    ]:
+        assert loss_denominator(mask, aggregation, length) == total
+        assert aggregate(losses, mask, aggregation, total).equal(
+            aggregate(LOSSES, LOSS_MASK, aggregation, total)
+        )
+    close(aggregate(losses, mask, "seq-mean-token-mean"), 3.5)  # 2 trajectories, not 3
+    with pytest.raises(ValueError, match="constant length"):
+        loss_denominator(mask, "seq-mean-token-sum-norm")
+
+
+def test_one_advantage_per_trajectory_spreads_over_its_tokens():
+    logprobs = torch.zeros(2, 2)  # B = T, where plain broadcasting would take the wrong axis
+    loss, _ = policy_loss(logprobs, logprobs, tensor([1.0, 10.0]), tensor([[1, 1], [0, 1]]))
+    close(loss, -(1.0 + 1.0 + 10.0) / 3)
+
+
+def test_only_logprobs_get_a_gradient():
+    tensors = [torch.full((1, 2), -0.1, requires_grad=True) for _ in range(4)]
+    logprobs, old, advantages, weights = tensors
+    policy_loss(logprobs, old, advantages, torch.ones(1, 2), weights=weights)[0].backward()
+    assert [x.grad is None for x in tensors] == [False, True, True, True]
+    assert not truncated_importance_weights(logprobs, old).requires_grad
+
+
+def test_an_errored_trajectory_must_be_left_out_not_passed_as_nan():
+    with pytest.raises(ValueError, match="error"):
+        grpo_advantages(tensor([1.0, NAN]), tensor([0, 0]))
+
+
+# --- what must not matter ---
+
+
+def losses_of(batch: dict, rows=slice(None), totals: tuple = (None, None, None)) -> list:
+    """Every loss of some rows of a batch: [(loss, stats or None)], divided by the given totals."""
+    part = {name: x[rows] for name, x in batch.items()}
+    mask = part["loss_mask"]
+    tokens, trajectories, constant = totals
+    arguments = (part["logprobs"], part["old_logprobs"], part["advantages"], mask)
+    kl = kl_divergence(part["logprobs"], part["ref_logprobs"])
+    return [
+        policy_loss(*arguments, weights=part["weights"], denominator=tokens),
+        policy_loss(*arguments, aggregation="seq-mean-token-mean", denominator=trajectories),
+        policy_loss(
+            *arguments, aggregation="seq-mean-token-sum-norm", denominator=constant or 40.0
+        ),
+        value_loss(part["values"], part["old_values"], part["returns"], mask, denominator=tokens),
+        (sft_loss(part["logprobs"], mask, tokens), None),
+        (masked_mean(kl, mask, tokens), None),
+    ]
+
+
+FIELDS = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights")
+FIELDS += ("values", "old_values", "returns")
+
+
+def random_batch(seed: int, B: int = 5, T: int = 7) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    batch = {name: torch.randn(B, T, generator=generator, dtype=torch.float64) for name in FIELDS}
+    batch["loss_mask"] = (torch.rand(B, T, generator=generator) < 0.6).long()
+    batch["loss_mask"][0] = 0  # a trajectory with nothing to train on
+    return batch
+
+
+def gradients_of(batch: dict, **split) -> tuple[list, list]:
+    """Values of all losses, and the gradients of their sum for logprobs and values."""
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("logprobs", "values")}
+    results = losses_of({**batch, **leaves}, **split)
+    sum(loss for loss, _ in results).backward()
+    return [loss.detach() for loss, _ in results], [leaf.grad for leaf in leaves.values()]
+
+
+@given(st.integers(0, 10**6), st.sampled_from([NAN, math.inf, -math.inf, 1e30]))
+@settings(deadline=None, max_examples=25)
+def test_garbage_under_the_mask_changes_no_loss_and_no_gradient(seed, garbage):
+    # BEHAVIOURS 18, 19
+    clean = random_batch(seed)
+    outside = clean["loss_mask"] == 0
+    dirty = {name: clean[name].masked_fill(outside, garbage) for name in FIELDS}
+    dirty["loss_mask"] = clean["loss_mask"]
+    values, gradients = gradients_of(clean)
+    dirty_values, dirty_gradients = gradients_of(dirty)
+    for a, b in zip(values + gradients, dirty_values + dirty_gradients, strict=True):
+        assert a.equal(b)
+    assert all((gradient[outside] == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.long, torch.float32])
+def test_the_dtype_of_the_mask_does_not_matter(dtype):
+    batch = random_batch(1)
+    values, gradients = gradients_of(batch)
+    other_values, other_gradients = gradients_of(
+        {**batch, "loss_mask": batch["loss_mask"].to(dtype)}
+    )
+    for a, b in zip(values + gradients, other_values + other_gradients, strict=True):
+        assert a.equal(b)
+    mask, rewards = batch["loss_mask"], batch["returns"]
+    for estimate in (
+        lambda m: gae_advantages(rewards, batch["values"], m, 0.9, 0.8)[0],
+        lambda m: reinforce_plus_plus_advantages(rewards, m, 0.9),
+        lambda m: shape_rewards(rewards, m, overlong_buffer=3, max_length=5),
+    ):
+        assert estimate(mask).equal(estimate(mask.to(dtype)))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+@settings(deadline=None, max_examples=25)
+def test_micro_batches_divided_by_the_updates_totals_add_up_to_the_whole(seed, size):
+    # BEHAVIOURS 33, 37
+    batch = random_batch(seed)
+    mask = batch["loss_mask"]
+    totals = (
+        loss_denominator(mask, "token-mean"),
+        loss_denominator(mask, "seq-mean-token-mean"),
+        loss_denominator(mask, "seq-mean-token-sum-norm", 8),
+    )
+    values, gradients = gradients_of(batch, totals=totals)
+    parts = [
+        gradients_of(batch, rows=slice(start, start + size), totals=totals)
+        for start in range(0, 5, size)
+    ]
+    for whole, *pieces in zip(values, *(part[0] for part in parts), strict=True):
+        torch.testing.assert_close(sum(pieces), whole)
+    for whole, *pieces in zip(gradients, *(part[1] for part in parts), strict=True):
+        torch.testing.assert_close(sum(pieces), whole)
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=25)
+def test_statistics_of_micro_batches_combine_to_those_of_the_whole_batch(seed):
+    batch = random_batch(seed)
+    for i in range(4):  # the losses that have statistics
+        whole = losses_of(batch)[i][1]
+        parts = [losses_of(batch, slice(start, start + 2))[i][1] for start in range(0, 5, 2)]
+        assert combine_stats(parts) == pytest.approx(whole)
+        assert list(combine_stats(parts)) == ["num_tokens", *list(whole)[:-1]]  # a stable order
+
+
+def test_a_batch_without_a_single_trainable_token_trains_nothing_and_breaks_nothing():
+    # BEHAVIOURS 19, 50
+    batch = random_batch(3)
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    for totals in [(None, None, None), (9.0, 3.0, 40.0), (0.0, 0.0, 0.0)]:
+        values, gradients = gradients_of(batch, totals=totals)
+        assert [value.item() for value in values] == [0.0] * 6
+        assert all((gradient == 0).all() for gradient in gradients)
+    assert losses_of(batch)[0][1] == {
+        "approx_kl": 0.0,
+        "clip_fraction_low": 0.0,
+        "clip_fraction_high": 0.0,
+        "ratio_max": 0.0,
+        "num_tokens": 0.0,
+    }
+    rewards, mask = batch["returns"], batch["loss_mask"]
+    for advantages in (
+        *gae_advantages(rewards, batch["values"], mask, bootstrap_values=torch.ones(5)),
+        reinforce_plus_plus_advantages(rewards, mask),
+        whiten(rewards, mask),
+    ):
+        assert advantages.shape == (5, 7) and (advantages == 0).all()
+    assert shape_rewards(rewards, mask, overlong_buffer=1, max_length=1).equal(rewards)
+    assert explained_variance(rewards, rewards, mask) is None
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=25)
+def test_the_order_of_the_batch_does_not_matter(seed):
+    batch = random_batch(seed)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
+    mask, rewards, values = batch["loss_mask"], batch["returns"], batch["values"]
+    returns, groups = rewards[:, 0], tensor([2, 0, 2, 0, 2])
+    for estimate in (
+        lambda rows: gae_advantages(rewards[rows], values[rows], mask[rows], 0.9, 0.8)[0],
+        lambda rows: reinforce_plus_plus_advantages(rewards[rows], mask[rows], 0.9),
+        lambda rows: grpo_advantages(returns[rows], groups[rows]),
+        lambda rows: rloo_advantages(returns[rows], groups[rows]),
+    ):
+        torch.testing.assert_close(estimate(order), estimate(torch.arange(5))[order])
+    torch.testing.assert_close(
+        [loss for loss, _ in losses_of(batch, order)], [loss for loss, _ in losses_of(batch)]
+    )
+
+
+def slow_gae(rewards, values, mask, gamma, lam, bootstrap_values):
+    """The definition, one trajectory and one token at a time."""
+    advantages = torch.zeros_like(rewards)
+    for row in range(len(rewards)):
+        next_value, next_advantage = bootstrap_values[row], 0.0
+        for t in reversed(mask[row].nonzero().flatten().tolist()):
+            delta = rewards[row, t] + gamma * next_value - values[row, t]
+            advantages[row, t] = next_advantage = delta + gamma * lam * next_advantage
+            next_value = values[row, t]
+    return advantages
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1))
+@settings(deadline=None, max_examples=40)
+def test_the_compacted_scan_is_gae_by_definition(seed, gamma, lam):
+    batch = random_batch(seed)
+    rewards, values, mask = batch["returns"], batch["values"], batch["loss_mask"]
+    bootstrap = batch["weights"][:, 0]
+    advantages, returns = gae_advantages(rewards, values, mask, gamma, lam, bootstrap)
+    expected = slow_gae(rewards, values, mask, gamma, lam, bootstrap)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, keep(advantages + values, mask))
+
+
+def test_scaling_rewards_leaves_reinforce_plus_plus_alone():
+    batch = random_batch(4)
+    rewards, mask = batch["returns"], batch["loss_mask"]
+    torch.testing.assert_close(
+        reinforce_plus_plus_advantages(rewards * 1000, mask),
+        reinforce_plus_plus_advantages(rewards, mask),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+def test_functions_leave_their_arguments_alone():
+    batch = random_batch(6)
+    before = {name: x.clone() for name, x in batch.items()}
+    losses_of(batch)
+    mask, rewards = batch["loss_mask"], batch["returns"]
+    gae_advantages(rewards, batch["values"], mask)
+    shape_rewards(rewards, mask, kl=batch["weights"], kl_coef=1.0, overlong_buffer=1, max_length=2)
+    whiten(rewards, mask), grpo_advantages(rewards[:, 0], torch.zeros(5, dtype=torch.long))
+    assert all(batch[name].equal(before[name]) for name in batch)
+    assert shape_rewards(rewards, mask) is not rewards
+
+
+def test_whole_numbers_and_mixed_precision_are_accepted():
+    close(grpo_advantages(tensor([1, 0]), tensor([0, 0]), False), [0.5, -0.5])
+    rewards, mask = tensor([[0, 0, 1]]), torch.ones(1, 3)
+    close(gae_advantages(rewards, torch.zeros(1, 3), mask, 0.5)[0], [[0.25, 0.5, 1.0]])
+    close(reinforce_plus_plus_advantages(rewards, mask), torch.zeros(1, 3))
+    assert gae_advantages(rewards.double(), torch.zeros(1, 3), mask)[0].dtype == torch.float64
+
+
+def test_terms_of_shaped_rewards_add_up_and_stay_on_sampled_tokens():  # BEHAVIOURS 18
+    everywhere = torch.ones(2, 4)
+    shaped = shape_rewards(
+        torch.zeros(2, 4),
+        tensor([[0, 1, 0, 1], [0, 0, 0, 0]]),
+        kl=everywhere,
+        kl_coef=0.1,
+        turn_ends=everywhere,
+        turn_penalty=0.02,
+        format_errors=everywhere,
+        format_penalty=0.003,
+        overlong_buffer=2,
+        max_length=2,
+    )
+    close(shaped, [[0, -0.123, 0, -1.123], [0, 0, 0, 0]])
+    with pytest.raises(ValueError, match="0 < buffer <= max_length"):
+        shape_rewards(torch.zeros(1, 1), torch.ones(1, 1), overlong_buffer=5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("garbage", [NAN, math.inf, -math.inf])
+def test_a_masked_kl_sends_no_garbage_into_the_gradient_and_an_unmasked_nan_shows(
+    estimator, garbage
+):  # BEHAVIOURS 18, 19
+    logprobs = tensor([[-1.0, garbage]], requires_grad=True)
+    kl = kl_divergence(logprobs, tensor([[-2.0, -1.0]]), estimator)
+    assert kl[0, 1].isnan().item() == math.isnan(garbage)
+    masked_mean(kl, tensor([[1, 0]])).backward()
+    assert logprobs.grad[0, 1].item() == 0 and logprobs.grad[0, 0].item() > 0.6
