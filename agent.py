@@ -86,10 +86,17 @@ class Chat:
                 f"{tokenizer.name_or_path} has no chat template: use an instruct model, or set one on its tokenizer"
             )
         special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+        # Gemma's vocabulary adds runs of newlines in the same way: those end nothing, and stay as they are.
+        special = sorted(filter(str.strip, special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)))
         turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _SAID}]
         rendered = self._render(turn + [{"role": "user", "content": _MARK}])
         between = rendered.split(_SAID)[-1]  # end of turn, headers, observation, headers
+        if rendered.count(_SAID) != 1 or between.count(_MARK) != 1:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} does not render every message once and "
+                "as it is: no way to tell what stands between two turns"
+            )
         ids = self._encode(between)
         self.end_of_turn = ids[0]
         self._end_text = tokenizer.decode(ids[:1])
@@ -120,7 +127,10 @@ class Chat:
         return self.tokenizer.decode([i for i in ids if i not in self.stop_ids]).strip()
 
     def clip(self, observation: str, max_tokens: int) -> str:
-        """Cut an observation's middle out, visibly, so that it is at most `max_tokens` tokens long."""
+        """Cut an observation's middle out, visibly, so that it is at most `max_tokens` tokens long.
+
+        Where not even the words that say so fit, as much of them as does stands for the observation.
+        """
         ids = self._encode(self._clean(observation))
         if len(ids) <= max_tokens:
             return observation
@@ -131,8 +141,10 @@ class Chat:
             head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
             text = self.tokenizer.decode(head) + mark + self.tokenizer.decode(tail)
             excess = len(self._encode(self._clean(text))) - max_tokens
-            if excess <= 0 or keep <= 1:
+            if excess <= 0:
                 return text
+            if keep <= 1:
+                return self.tokenizer.decode(self._encode(mark.strip())[:max_tokens])
             keep = max(1, keep - excess + 1)
 
     def _opening(self, instructions: str, observation: str) -> list[dict]:
@@ -227,7 +239,7 @@ class Trajectory:
     @property
     def episode_return(self) -> float:
         """The sum of the turns' rewards, undiscounted: the one return used in training and evaluation."""
-        return sum(turn.reward for turn in self.turns)
+        return sum((turn.reward for turn in self.turns), 0.0)
 
     def add_context(self, ids: list[int]) -> None:
         """Append tokens that the agent reads: prompt, headers, observations."""

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import tyro
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -69,8 +70,14 @@ def load(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+        if not tokenizer.encode("a", add_special_tokens=False):  # made up from config.json alone
+            raise ValueError("its tokenizer has no vocabulary: tokenizer.json is missing")
+        lm, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+        if report["missing_keys"]:  # the library would go on with random numbers in their place
+            raise ValueError(f"no weights for {sorted(report['missing_keys'])[0]}")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # absent, or damaged
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"could not load the model {path!r} ({reason}): expected tiny, smollm2, a folder saved by "
@@ -398,9 +405,11 @@ def save_checkpoint(
         for name, module in modules.items()
         if name != "actor"
     }
+    # One that has not stepped yet has no moments, and get_optimizer_state_dict would make it step to get some.
     moments = {
         name: get_optimizer_state_dict(modules[name], optimizer, options=options)
         for name, optimizer in optimizers.items()
+        if optimizer.state
     }
 
     def write(part: Path) -> None:
@@ -449,35 +458,43 @@ def load_training_state(
     return json.loads((folder / "state.json").read_text())
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint with the highest step under `run`/checkpoints, or None. Half-written ones don't count."""
+def checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints under `run`/checkpoints, oldest step first. Half-written ones don't count."""
     found = [
         p
         for p in (run / "checkpoints").glob("step_*")
         if p.name[5:].isdigit() and (p / "state.json").exists()
     ]
-    return max(found, key=lambda p: int(p.name[5:]), default=None)
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint to resume from, or None."""
+    return next(reversed(checkpoints(run)), None)
 
 
 def keep_newest(run: Path, count: int) -> None:
     """Delete all but the newest `count` checkpoints of a run (on one rank)."""
-    found = sorted((run / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
+    found = checkpoints(run)
     for folder in found[: max(0, len(found) - count)]:
         shutil.rmtree(folder)
 
 
 def _save_folder(folder: Path, write: Callable[[Path], object]) -> None:
     part = folder.with_name(f".{folder.name}.part{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         write(part)
-        for file in (
-            part.iterdir()
-        ):  # on disk before the name says so: a rename may outlive the data in a crash
+        # On disk before the name says so: a rename may outlive the data in a crash.
+        for file in filter(Path.is_file, part.rglob("*")):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
+        # Out of the way in one piece: a deletion that is cut short leaves a folder that looks whole.
+        if folder.exists():
+            folder.rename(old)
         part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -15,6 +15,7 @@ a policy must not be punished for a broken server.
 Read model.py first, algorithms.py next.
 """
 
+import math
 import queue
 import threading
 import time
@@ -190,7 +191,9 @@ class HFEngine:
     def _unread(self, key: tuple) -> list[int]:
         ids = self.waiting[key][0]
         _, known = self.cached.get(key[:-1], (0, []))
-        return ids[len(known) :] if known and ids[: len(known)] == known else ids
+        new = ids[len(known) :]
+        # Nothing new where the same question is asked once more: then all of it is read again.
+        return new if new and ids[: len(known)] == known else ids
 
     def _by_slot(self, keys: list[tuple]) -> list[tuple]:
         """Order the wave's keys so that row i is the trajectory in slot i, without a gap.
@@ -383,6 +386,10 @@ class EnvPool:
                 passing = error.status in (None, 404, 409, 503) and error.code != "unknown_task"
                 if not passing or time.monotonic() > deadline:
                     raise
+                if (
+                    error.status == 404
+                ):  # of the idle ones this was used last: the others are gone too
+                    self._idle[replica].clear()
             if (attempt + 1) % len(self.clients) == 0:
                 time.sleep(pause)
                 pause = min(2 * pause, 2.0)
@@ -433,9 +440,8 @@ def rollout(
     returns   the trajectories, in the order given, each with its `end` set
     """
     loop = _Loop(engine, chat, pools, limits, key, temperature, seed)
-    with ThreadPoolExecutor(
-        max_workers=max(1, min(concurrency, len(trajectories)))
-    ) as loop.threads:
+    # Twice as many threads as episodes: one that hangs while it closes must not hold up the next attempt.
+    with ThreadPoolExecutor(max(1, 2 * min(concurrency, len(trajectories)))) as loop.threads:
         return loop.run(trajectories, concurrency)
 
 
@@ -517,12 +523,20 @@ class _Loop:
         is_reset = len(reply) == 3
         if is_reset:
             episode.remote, observation, info = reply
-            trajectory.category = str(info.get("category", ""))
+            reward, terminated, truncated = 0.0, False, False
         else:
             observation, reward, terminated, truncated, info = reply
+        if not is_answer(observation, reward, info):
+            # A server need not be ours: what it makes up ends this episode, not the run.
+            fault = f"expected a text, a finite reward and a success, got {reply[-1]!r}"
+            self._fail(episode, EnvError("bad_reply", fault))
+            return
+        trajectory.success = info["success"]
+        if is_reset:
+            trajectory.category = str(info.get("category", ""))
+        else:
             turn = trajectory.turns[-1]
             turn.reward, turn.invalid = float(reward), bool(info.get("invalid"))
-        trajectory.success = bool(info["success"])
         if time.monotonic() - episode.started > self.limits.episode_seconds:
             self._fail(
                 episode, TimeoutError(f"an episode may take {self.limits.episode_seconds:g} s")
@@ -547,13 +561,12 @@ class _Loop:
         else:
             ids = self.chat.between(trajectory.observation)
         room = limits.max_tokens - len(trajectory.ids) - len(ids)
-        if (
-            room >= 0 or first
-        ):  # what does not fit is left out whole, so that max_tokens holds for every tensor
+        # What does not fit is left out whole, so that max_tokens holds for every tensor.
+        if room >= 0 or first:
             trajectory.add_context(ids)
-        end = end or ("max_turns" if len(trajectory.turns) >= limits.max_turns else "")
         if not end and 0 < limits.max_invalid <= self._mistakes(trajectory):
-            end = "terminated"  # our rule, not the environment's; success stays as it was
+            end, trajectory.success = "terminated", False  # our rule, not the environment's
+        end = end or ("max_turns" if len(trajectory.turns) >= limits.max_turns else "")
         end = end or ("max_tokens" if room < 1 else "")
         if end:
             self._finish(episode, end)
@@ -605,6 +618,17 @@ class _Loop:
         if episode.remote is not None:
             self.pools[episode.trajectory.env].give_back(episode.remote)
             episode.remote = None
+
+
+def is_answer(observation: object, reward: object, info: object) -> bool:
+    """Whether what came from an environment can be read as an observation, a reward and an info."""
+    return (
+        isinstance(observation, str)
+        and isinstance(reward, int | float)
+        and math.isfinite(reward)
+        and isinstance(info, dict)
+        and isinstance(info.get("success"), bool)
+    )
 
 
 # --- trajectories as tensors ---
@@ -732,7 +756,7 @@ def check_errors(trajectories: list[Trajectory], most: float) -> None:
     raises  RolloutError with the first failure's own words
     """
     failed = [t for t in trajectories if t.end == "error"]
-    if len(failed) > most * len(trajectories) or len(failed) == len(trajectories):
+    if failed and (len(failed) > most * len(trajectories) or len(failed) == len(trajectories)):
         raise RolloutError(
             f"{len(failed)} of {len(trajectories)} episodes failed, more than the share {most:g} that "
             f"--max-error-fraction allows. The first, {failed[0].env} {failed[0].task!r}: {failed[0].error}"

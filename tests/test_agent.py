@@ -146,9 +146,9 @@ def test_a_long_observation_loses_its_middle_visibly_and_fits(budget):  # BEHAVI
     text = "alpha " + "red ball " * 200 + "omega"
     size = lambda text: len(chat.tokenizer.encode(text, add_special_tokens=False))
     clipped = chat.clip(text, budget)
-    assert "left out" in clipped
+    assert 0 < size(clipped) <= budget
     if budget >= 60:
-        assert size(clipped) <= budget and clipped.startswith("alpha") and clipped.endswith("omega")
+        assert "left out" in clipped and clipped.startswith("alpha") and clipped.endswith("omega")
     assert chat.clip(text, size(text)) == text  # an exact fit is left alone
     assert chat.clip(text, size(text) - 1) != text
 

@@ -406,7 +406,7 @@ def test_seven_equal_rewards_have_a_deviation_and_still_no_advantage():  # BEHAV
 def test_scanning_over_observations_gives_another_advantage():  # BEHAVIOURS 12, 13
     rewards, values, mask = two_turns(50, 0.0)
     everything, _ = gae_advantages(rewards, values, torch.ones_like(mask), 1.0, 0.95)
-    # .4 + .95 x .556 on the last observation, x .95^49 = .07518 on the first; -.3 + .95 x .07518 ...
+    # .4 + .95 x .556 on the last observation, x .95^49 = .07518 on the first; then -.3 + .95 of it
     close(everything[mask.bool()][:3], [-0.0113, -0.1172, -0.2286], atol=1e-4)
     agent_only, _ = gae_advantages(rewards, values, mask, 1.0, 0.95)
     close(agent_only[mask.bool()][:3], [0.76195, 0.69679, 0.6282], atol=1e-5)

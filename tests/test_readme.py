@@ -12,13 +12,20 @@ def test_every_file_of_the_table_exists_and_is_about_as_long_as_it_says():
     assert len(rows) >= 9
     for name, lines in rows:
         actual = len((ROOT / name).read_text().splitlines())
-        assert abs(actual - int(lines)) <= 0.05 * actual, f"{name} has {actual} lines, the README says {lines}"
+        assert abs(actual - int(lines)) <= 0.05 * actual, (
+            f"{name} has {actual} lines, the README says {lines}"
+        )
 
 
 def test_every_flag_it_names_is_a_flag():
-    source = "".join((ROOT / f"{name}.py").read_text() for name in ("train", "evaluate", "sft", "env_server", "report"))
+    source = "".join(
+        (ROOT / f"{name}.py").read_text()
+        for name in ("train", "evaluate", "sft", "env_server", "report")
+    )
     for flag in set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README)) - {"help", "nproc"}:
-        assert re.search(rf"^    {flag.replace('-', '_')}: ", source, re.MULTILINE), f"--{flag} is no field of any Config"
+        assert re.search(rf"^    {flag.replace('-', '_')}: ", source, re.MULTILINE), (
+            f"--{flag} is no field of any Config"
+        )
 
 
 def test_every_metric_it_explains_is_written():
