@@ -194,7 +194,7 @@ def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerBase:
 
 
 def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCausalLM:
-    """Qwen2's architecture with about 0.7 million parameters, random ones drawn from `seed`."""
+    """Qwen2's architecture with about 0.6 million parameters, random ones drawn from `seed`."""
     heads = max(1, config.hidden // 32)
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
