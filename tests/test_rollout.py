@@ -1,41 +1,43 @@
 """The sampler against plain forward passes, and the multi-turn loop against scripted engines and environments."""
 
+import math
+import os
+import random
+import signal
 import threading
 import time
 
+import gymnasium as gym
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import sft
+import agent
 from agent import Chat, Trajectory, Turn
 from env_server import EnvError, EnvServers
+from model import Actor
 from rollout import (
     EnvPool,
     HFEngine,
     Limits,
     RolloutError,
+    SlotCache,
     check_errors,
     collate,
     deal,
     micro_batches,
     rollout,
+    rollout_on_all_ranks,
     sample,
 )
 
-torch.set_num_threads(1)
+# --- the sampler ---
 
 
-@pytest.fixture(scope="module")
-def lm():
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.2, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(shape).eval()
+@pytest.fixture
+def lm(make_lm):
+    return make_lm(vocab=64)
 
 
 def play(
@@ -95,27 +97,133 @@ def test_greedy_is_generates_greedy(lm):
     assert ids == out[0, 4:].tolist()
 
 
-def test_new_weights_are_used_at_once_and_no_old_key_or_value_survives(lm):  # BEHAVIOURS 30, 31
+def alone(lm, key: tuple, ids: list[int], most: int, temperature: float = 0.7):
+    """One request to an engine of its own: (ids, logprobs)."""
+    engine = HFEngine(lm, {5, 6, 7, 8, 9}, seed=1)
+    engine.add(key, ids, most, temperature)
+    return engine.step()[0][1:]
+
+
+def test_a_row_gets_the_same_tokens_alone_and_in_company(lm):
+    rows = {("x", i, 0): ([11 + i, 12, 13 + 2 * i][: 1 + i % 3], 1 + 5 * i) for i in range(9)}
+    engine = HFEngine(lm, {5, 6, 7, 8, 9}, seed=1)
+    for key in random.Random(0).sample(sorted(rows), 9):
+        engine.add(key, *rows[key], 0.7)
+    for key, ids, logprobs in engine.step():
+        # company may ask for more tokens, and so for more random numbers, than this row does
+        own_ids, own_logprobs = alone(lm, key, *rows[key])
+        assert ids == own_ids and len(ids) <= rows[key][1]
+        assert logprobs == pytest.approx(own_logprobs, abs=1e-5)
+    assert alone(lm, ("x", 8, 0), *rows["x", 8, 0]) != alone(lm, ("x", 8, 1), *rows["x", 8, 0])
+
+
+def test_greedy_and_sampled_rows_share_a_wave(lm):
+    engine = HFEngine(lm, {-1}, seed=1)
+    for i, temperature in enumerate([0.0, 1.0, 0.5]):
+        engine.add((i, 0), [11, 12, 13], 8, temperature)
+    greedy, hot, cool = (result[1:] for result in engine.step())
+    ids = torch.tensor([[11, 12, 13, *greedy[0]]])
+    rows = lm(ids).logits[0, 2:-1]
+    assert greedy[0] == rows.argmax(-1).tolist() and greedy[0] != hot[0]
+    assert greedy[1] == pytest.approx(rows.log_softmax(-1).amax(-1).tolist(), abs=1e-4)
+    for (sampled, logprobs), temperature in ((hot, 1.0), (cool, 0.5)):
+        ids = torch.tensor([[11, 12, 13, *sampled]])
+        plain = (lm(ids).logits[0, 2:-1] / temperature).log_softmax(-1)
+        plain = plain.gather(1, ids[0, 3:, None])[:, 0]  # BEHAVIOURS 24
+        assert logprobs == pytest.approx(plain.tolist(), abs=1e-4)
+
+
+def test_the_same_question_may_be_asked_again(lm):
+    # after one sampled token the cache holds exactly the question: nothing of it is new
     engine = HFEngine(lm, {-1})
-    prompt = [11, 12, 13, 14]
+    answers = []
+    for turn in range(3):
+        engine.add(("x", turn), [11, 12, 13], 1, 0.0)
+        answers.append(engine.step()[0][1:])
+    assert answers[0][0] == answers[1][0] == answers[2][0]
+    assert engine.step() == []  # and no question is no answer
 
-    def answer(turn: int) -> list[float]:
-        engine.add((0, turn), prompt, 5, 0.0)
-        return engine.step()[0][2]
 
-    before = answer(0)
+def test_only_what_is_new_is_read(lm):
+    read = []
+    engine = HFEngine(lm, {-1}, seed=1)
+    forward = engine._forward
+    engine._forward = lambda rows, ids, start: read.append(ids.numel()) or forward(rows, ids, start)
+    history = list(range(10, 40))
+    engine.add(("x", 0), history, 4)
+    history = history + engine.step()[0][1] + [50, 51]
+    assert read == [30, 1, 1, 1]
+    read.clear()
+    engine.add(("x", 1), history, 1)
+    engine.step()
+    assert read == [3]  # the last token sampled, which nobody has read yet, and two of context
+    read.clear()
+    engine.sleep()  # gives its memory back: BEHAVIOURS 31
+    engine.wake()
+    engine.add(("x", 2), history, 1)
+    engine.step()
+    assert read == [len(history)]
+
+
+def test_slots_keep_what_they_hold_while_the_cache_grows_and_moves():
+    cache = SlotCache()
+
+    def write(rows: slice, positions: list[list[int]], value: float):
+        cache.rows, cache.positions = rows, torch.tensor(positions)
+        cache.columns = int(cache.positions.max()) + 1
+        new = torch.full((rows.stop - rows.start, 2, len(positions[0]), 3), value)
+        keys, values = cache.update(new, -new, 0)
+        assert torch.equal(keys, -values)
+        return keys[:, 0, :, 0].tolist()
+
+    assert write(slice(0, 1), [[0, 1]], 1.0) == [[1, 1]]
+    assert write(slice(0, 2), [[2], [0]], 2.0) == [[1, 1, 2], [2, 0, 0]]
+    assert write(slice(1, 2), [[1]], 3.0) == [[2, 3]]
+    cache.move(torch.tensor([0, 1]), torch.tensor([1, 0]))  # an exchange
+    assert write(slice(0, 2), [[2], [3]], 4.0) == [[2, 3, 4, 0], [1, 1, 2, 4]]
+    sizes = set()
+    for column in range(3, 64):
+        write(slice(0, 1), [[column]], 5.0)
+        sizes.add(cache.keys[0].shape[2])
+    assert len(sizes) <= 6  # by doubling, not by one
+    assert write(slice(0, 2), [[64], [4]], 6.0)[1][:5] == [1, 1, 2, 4, 6]
+
+
+def test_new_weights_are_used_at_once_and_no_old_key_or_value_survives(lm):
+    # BEHAVIOURS 30, 31
+    engine = HFEngine(lm, {-1}, seed=1)
+    history = [11, 12, 13, 14]
     old = {name: p.detach().clone() for name, p in lm.named_parameters()}
-    engine.sync(
-        [(name, p + 0.05 * torch.ones_like(p).cumsum(0).sin()) for name, p in old.items()],
-        version=1,
-    )
-    after = answer(1)
-    assert engine.version == 1 and before != after
-    fresh = HFEngine(lm, {-1})
-    fresh.add((0, 1), prompt, 5, 0.0)
-    assert after == pytest.approx(fresh.step()[0][2], abs=1e-6)
-    engine.sync(old.items(), version=2)
-    assert answer(2) == pytest.approx(before, abs=1e-6)
+    new = {name: p + 0.05 * torch.ones_like(p).cumsum(0).sin() for name, p in old.items()}
+
+    def next_turn(engine, turn: int) -> tuple[list[int], list[float]]:
+        engine.add(("x", turn), history, 6)
+        return engine.step()[0][1:]
+
+    for turn, weights in enumerate([None, new, None, old, new]):  # in the middle of a trajectory
+        if weights:
+            engine.sync(weights.items(), version=turn)
+            assert engine.version == turn
+        ids, logprobs = next_turn(engine, turn)
+        fresh_ids, fresh_logprobs = next_turn(HFEngine(lm, {-1}, seed=1), turn)
+        assert ids == fresh_ids and logprobs == pytest.approx(fresh_logprobs, abs=1e-5)
+        history = history + ids + [20, 21]
+    before = next_turn(engine, 9)[1]
+    engine.sync(old.items(), version=9)
+    assert next_turn(engine, 9)[1] != before
+
+
+def test_another_history_under_the_same_key_is_read_from_its_start(lm):
+    # an episode that is played again may see other things the second time
+    engine = HFEngine(lm, {-1}, seed=1)
+    engine.add(("x", 0), [11, 12, 13], 4, 0.7)
+    engine.step()
+    other = list(range(30, 45))
+    engine.add(("x", 1), other, 4, 0.7)
+    ids, logprobs = engine.step()[0][1:]
+    fresh = HFEngine(lm, {-1}, seed=1)
+    fresh.add(("x", 1), other, 4, 0.7)
+    assert (ids, pytest.approx(logprobs, abs=1e-5)) == fresh.step()[0][1:]
 
 
 def test_sampling_by_hand():
@@ -131,12 +239,29 @@ def test_sampling_by_hand():
     assert logprobs.exp().item() == pytest.approx(0.49 / 0.54)  # .01 .04 0 .49 of .54
 
 
+def test_the_last_uniform_never_falls_on_a_token_without_probability():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 50, generator=generator)
+    logits[:, 40:] = -math.inf  # the end of the vocabulary is impossible
+    logits[:, :5] = -math.inf  # and so is its start
+    for uniform in (1 - 2**-24, 0.0):  # the largest and the smallest that torch.rand can give
+        tokens, logprobs = sample(logits, torch.ones(400), torch.full((400,), uniform))
+        assert logprobs.isfinite().all()
+        assert (tokens == (39 if uniform else 5)).all()
+
+
+def test_tokens_come_as_often_as_their_probabilities_say():
+    n, p = 40_000, torch.tensor([0.5, 0.3, 0.15, 0.05])
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    tokens, _ = sample(p.log().expand(n, 4), torch.ones(n), uniforms)
+    frequency = tokens.bincount(minlength=4) / n
+    assert (frequency - p).abs().max() < 0.01  # four standard deviations are 0.01
+    cooled = p**2 / (p**2).sum()
+    tokens, _ = sample(p.log().expand(n, 4), torch.full((n,), 0.5), uniforms)
+    assert (tokens.bincount(minlength=4) / n - cooled).abs().max() < 0.01
+
+
 # --- the loop ---
-
-
-@pytest.fixture(scope="module")
-def chat() -> Chat:
-    return Chat(sft.make_tokenizer(["Thought: a\nAction: go\nSee: nothing 0123456789"] * 3, 300))
 
 
 class Script:
@@ -145,10 +270,12 @@ class Script:
     def __init__(self, chat: Chat, says, in_waves: bool = True):
         self.chat, self.says, self.in_waves, self.version = chat, says, in_waves, 3
         self.asked: dict[tuple, list[int]] = {}
+        self.most: list[int] = []
         self.waiting: list[tuple] = []
 
     def add(self, key, ids, max_new_tokens, temperature):
         self.asked[key] = list(ids)
+        self.most.append(max_new_tokens)
         self.waiting.append((key, max_new_tokens))
 
     def step(self):
@@ -164,7 +291,7 @@ class Script:
 
 
 class Room:
-    """An environment in this process: `lengths` steps, reward 0.25 a step, success at the end."""
+    """An environment in this process: ends after `steps`, reward 0.25 a step, success at the end."""
 
     def __init__(self, steps: int = 3, on_step=lambda room: None, says: str = "See: nothing."):
         self.steps, self.on_step, self.says, self.taken = steps, on_step, says, 0
@@ -204,6 +331,17 @@ def run(chat, engine, rooms, count: int = 1, **limits) -> list[Trajectory]:
     return rollout(engine, chat, {"rooms": rooms}, blanks, Limits(**limits), ("test", 0))
 
 
+class Weird(Room):
+    """A room whose steps answer with whatever `answer` says."""
+
+    def __init__(self, *answer):
+        super().__init__()
+        self.answer = answer
+
+    def step(self, action: str):
+        return self.answer
+
+
 @pytest.mark.parametrize("in_waves", [True, False])
 def test_an_episode_from_reset_to_the_end(chat, in_waves):  # BEHAVIOURS 1, 2, 10, 49
     engine, rooms = Script(chat, [GO] * 9, in_waves), Rooms()
@@ -224,16 +362,74 @@ def test_an_episode_from_reset_to_the_end(chat, in_waves):  # BEHAVIOURS 1, 2, 1
     assert t.loss_mask[-1] == 0 and t.turns[-1].observation == "See: nothing."
 
 
-def test_the_endings_are_kept_apart(chat):  # BEHAVIOURS 16, 20, 21
-    assert run(chat, Script(chat, [GO] * 9), Rooms())[0].end == "terminated"
-    assert run(chat, Script(chat, [GO] * 9), Rooms(), max_turns=2)[0].end == "max_turns"
+def test_the_endings_are_kept_apart(chat):  # BEHAVIOURS 16
+    def end(make=lambda task, attempt: Room(), **limits) -> tuple[str, bool]:
+        (t,) = run(chat, Script(chat, [GO] * 9), Rooms(make), **limits)
+        return t.end, t.success
+
+    ok = {"success": False}
+    won = {"success": True}
+    assert end() == ("terminated", True)
+    assert end(lambda *_: Weird("lost", 0.0, True, False, ok)) == ("terminated", False)
+    assert end(max_turns=2) == ("max_turns", False)
+    assert end(max_turns=3) == ("terminated", True)  # on the last turn, by itself
+    assert end(lambda *_: Weird("late", 0.0, False, True, ok)) == ("max_turns", False)
+    assert end(lambda *_: Weird("won", 0.0, True, True, won)) == ("terminated", True)
+    assert end(max_tokens=59) == ("max_tokens", False)  # 60 would fit: 9 + 11 + 9 + 11 + 9 + 11
+    assert end(lambda *_: 1 / 0) == ("error", False)
+
+
+def test_an_episode_that_ends_in_an_error_was_no_success(chat):  # BEHAVIOURS 42
+    class Won(Room):
+        def step(self, action):
+            observation, reward, *_ = super().step(action)
+            if self.taken == 2:
+                raise EnvError("environment_crash", "on the way home", 500)
+            return observation, reward, False, False, {"success": True}
+
+    (t,) = run(chat, Script(chat, [GO] * 9), Rooms(lambda *_: Won()))
+    assert (t.end, t.success) == ("error", False) and "on the way home" in t.error
+
+
+def test_an_episode_that_keeps_failing_is_an_error_with_its_reason(chat):  # BEHAVIOURS 42
     broken = Rooms(lambda task, attempt: 1 / 0)
-    (t,) = run(chat, Script(chat, [GO] * 9), broken)
-    assert (t.end, t.success, broken.attempts["task 0"]) == (
-        "error",
-        False,
-        2,
-    ) and "ZeroDivisionError" in t.error
+    (t,) = run(chat, Script(chat, [GO] * 9), broken, retries=4)
+    assert (t.end, t.success, broken.attempts["task 0"]) == ("error", False, 4)
+    assert t.error == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ("fine", 0.0, False, False, {}),  # no success
+        ("fine", 0.0, False, False, {"success": "yes"}),
+        ("fine", 0.0, False, False, None),
+        ("fine", None, False, False, {"success": False}),
+        ("fine", math.nan, False, False, {"success": False}),
+        ("fine", math.inf, False, False, {"success": False}),
+        (None, 0.0, False, False, {"success": False}),
+    ],
+)
+def test_a_servers_nonsense_ends_its_episode_and_nobody_elses(chat, answer):  # BEHAVIOURS 43
+    odd = Rooms(lambda task, attempt: Weird(*answer) if task == "task 1" else Room())
+    done = run(chat, Script(chat, [GO] * 9), odd, 3)
+    assert [t.end for t in done] == ["terminated", "error", "terminated"]
+    assert "bad_reply" in done[1].error
+    assert collate([t for t in done if t.end != "error"]).returns.tolist() == [0.75, 0.75]
+
+
+def test_rewards_of_all_turns_count_wherever_they_fall(chat):  # BEHAVIOURS 10, 49
+    class Payday(Room):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, [0.0, 2.0, -0.5][self.taken - 1], *rest
+
+    (t,) = run(chat, Script(chat, [GO, "hm", GO, GO]), Rooms(lambda *_: Payday()))
+    assert [turn.reward for turn in t.turns] == [0.0, 0.0, 2.0, -0.5] and t.episode_return == 1.5
+    batch = collate([t])
+    assert batch.rewards[0, batch.loss_mask[0]].sum() == batch.returns[0] == 1.5
+    assert batch.rewards[0, ~batch.loss_mask[0]].sum() == 0
+    assert batch.rewards[0, t.turns[2].stop - 1] == 2.0  # the turn that earned it
 
 
 def test_budgets_to_the_token(chat):  # BEHAVIOURS 20, 22
@@ -252,6 +448,25 @@ def test_budgets_to_the_token(chat):  # BEHAVIOURS 20, 22
     assert short.end == "max_tokens" and not any(
         short.loss_mask
     )  # BEHAVIOURS 6: nothing to train on
+
+
+def test_a_turns_limit_and_a_trajectorys_are_two_limits(chat):  # BEHAVIOURS 20, 21
+    size = len(chat.tokenizer.encode(GO, add_special_tokens=False)) + 1
+    endless = lambda *_: Room(steps=99)
+    for max_tokens in range(100, 400, 7):
+        engine, rooms = Script(chat, [GO] * 99), Rooms(endless)
+        (t,) = run(chat, engine, rooms, max_new_tokens=size, max_tokens=max_tokens, max_turns=50)
+        assert t.end == "max_tokens" and len(t.ids) <= max_tokens
+        assert len(engine.asked) == len(t.turns)  # nothing was generated that is not in here
+        assert all(most <= size for most in engine.most)
+        for key, ids in engine.asked.items():
+            assert len(ids) + engine.most[key[-1]] <= max_tokens  # never asked for more than fits
+        # every turn went to the environment, but for one that was cut off
+        cut = t.ids[t.turns[-1].stop - 1] != chat.end_of_turn
+        taken = rooms.given_back[0].taken
+        assert taken == len(t.turns) - cut
+        assert len(t.ids) == len(t.loss_mask) == len(t.logprobs)
+        assert all(turn.stop <= len(t.ids) for turn in t.turns)
 
 
 def test_a_turn_cut_by_its_own_limit_is_closed_parsed_and_goes_on(chat):  # BEHAVIOURS 7, 20
@@ -276,6 +491,17 @@ def test_broken_form_costs_a_turn_and_no_call(chat):
     assert (t.end, len(t.turns)) == ("terminated", 3)
 
 
+def test_the_last_allowed_mistake_is_an_end_and_no_success(chat):
+    # on the last turn too: such an episode is worth what it earned, not the value of a next state
+    (t,) = run(chat, Script(chat, ["hm"] * 9), Rooms(), max_invalid=2, max_turns=2)
+    assert (t.end, t.success, len(t.turns)) == ("terminated", False, 2)
+    solved_but_open = Weird("fine", 1.0, False, False, {"success": True, "invalid": True})
+    (t,) = run(chat, Script(chat, [GO] * 9), Rooms(lambda *_: solved_but_open), max_invalid=1)
+    assert (t.end, t.success) == ("terminated", False)
+    (t,) = run(chat, Script(chat, ["hm"] * 9), Rooms(), max_invalid=0, max_turns=6)
+    assert (t.end, len(t.turns)) == ("max_turns", 6)  # 0: never
+
+
 def test_a_long_observation_is_clipped_before_it_is_read(chat):
     (t,) = run(
         chat,
@@ -286,11 +512,73 @@ def test_a_long_observation_is_clipped_before_it_is_read(chat):
     assert "left out" in t.turns[1].observation and len(t.ids) < 400
 
 
-def test_all_environments_of_a_turn_are_called_at_once():  # BEHAVIOURS 46
-    chat = Chat(sft.make_tokenizer(["Thought: a\nAction: go"], 300))
+def test_all_environments_of_a_turn_are_called_at_once(chat):  # BEHAVIOURS 46
     barrier = threading.Barrier(32, timeout=10)  # passes only when 32 threads stand at it
     rooms = Rooms(lambda *_: Room(on_step=lambda room: barrier.wait()))
     assert all(t.end == "terminated" for t in run(chat, Script(chat, [GO] * 9), rooms, 32))
+
+
+def test_no_more_episodes_are_open_than_allowed_and_all_get_their_turn(chat):
+    open_now, most, lock = set(), [0], threading.Lock()
+
+    class Counted(Rooms):
+        def start(self, preferred, task, seed):
+            with lock:
+                open_now.add(task)
+                most[0] = max(most[0], len(open_now))
+            return super().start(preferred, task, seed)
+
+    def leave(room):
+        if room.taken == 2:  # its last step
+            with lock:
+                open_now.discard(room.task)
+
+    def make(task, attempt):
+        room = Room(on_step=leave)
+        room.task = task
+        return room
+
+    blanks = [Trajectory("rooms", f"task {i}", i) for i in range(10)]
+    pools, key = {"rooms": Counted(make)}, ("test", 0)
+    done = rollout(Script(chat, [GO] * 9), chat, pools, blanks, Limits(), key, concurrency=3)
+    assert [t.task for t in done] == [f"task {i}" for i in range(10)]
+    assert all(t.success for t in done) and most[0] == 3
+
+
+def test_an_engine_without_waves_does_not_wait_for_slow_environments(chat):
+    quick_is_done = threading.Event()
+
+    def on_step(room):
+        if room.task == "task 0":
+            assert quick_is_done.wait(2)  # answers only once the other episode is over
+        elif room.taken == 2:
+            quick_is_done.set()
+
+    def make(task, attempt):
+        room = Room(on_step=on_step)
+        room.task = task
+        return room
+
+    done = run(chat, Script(chat, [GO] * 9, in_waves=False), Rooms(make), 2, retries=0)
+    assert [t.end for t in done] == ["terminated", "terminated"]
+
+
+def test_closing_a_stuck_environment_does_not_hold_up_the_next_attempt(chat):
+    played_again = threading.Event()
+
+    class Stuck(Room):
+        def step(self, action):
+            raise EnvError("timeout", "no answer")
+
+        def close(self):
+            assert played_again.wait(10)  # as a server that hangs keeps /close waiting, too
+            closed.append(True)
+
+    closed = []
+    ends = lambda room: played_again.set() if room.taken == 2 else None
+    rooms = Rooms(lambda task, attempt: Room(on_step=ends) if attempt else Stuck())
+    (t,) = run(chat, Script(chat, [GO] * 9), rooms)
+    assert t.end == "terminated" and closed == [True]
 
 
 def test_dead_and_hanging_environments_hold_nobody_up(chat):  # BEHAVIOURS 42, 43, 45
@@ -325,6 +613,7 @@ def test_an_episode_may_not_take_for_ever(chat):  # BEHAVIOURS 45
     slow = Rooms(lambda *_: Room(steps=100, on_step=lambda room: time.sleep(0.1)))
     (t,) = run(chat, Script(chat, [GO] * 100), slow, episode_seconds=0.35, max_turns=100)
     assert t.end == "error" and "0.35 s" in t.error
+    assert slow.attempts["task 0"] == 0  # no time is left for another attempt
 
 
 def test_too_many_failures_stop_the_run_with_the_first_ones_words():  # BEHAVIOURS 44
@@ -335,6 +624,7 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words():  # BEHAVIOU
         check_errors([bad, bad, good], 0.5)
     with pytest.raises(RolloutError):
         check_errors([bad, bad], 1.0)
+    check_errors([], 0.5)  # nothing was played, so nothing failed
 
 
 def test_a_server_killed_in_the_middle_costs_no_episode(chat):  # BEHAVIOURS 42, 48
@@ -346,9 +636,6 @@ def test_a_server_killed_in_the_middle_costs_no_episode(chat):  # BEHAVIOURS 42,
 
         def says(key: tuple) -> str:
             if key[-1] == 2 and not killed:
-                import os
-                import signal
-
                 killed.append(servers.pids[0])
                 os.kill(servers.pids[0], signal.SIGKILL)
             return "Thought: a\nAction: inventory"
@@ -367,6 +654,144 @@ def test_a_server_killed_in_the_middle_costs_no_episode(chat):  # BEHAVIOURS 42,
         pool.close()
 
 
+# --- over HTTP ---
+
+
+class Doors(gym.Env):
+    """Three doors; success behind the third. The task may be a trap, on one or on every server."""
+
+    instructions, max_turns = "Open doors.", 10
+    gate = threading.Event()
+    is_faulty = False  # a server all of whose episodes crash at the second door
+
+    def tasks(self, split):
+        return {
+            "train": [f"house {i}" for i in range(16)],
+            "dev": ["dev"],
+            "test": ["dead", "hang"],
+        }[split]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.task, self.opened = options["task"], 0
+        return "See: nothing.", {"success": False, "category": "doors"}
+
+    def step(self, action):
+        self.opened += 1
+        if self.opened == 2 and (self.task == "dead" or self.is_faulty):
+            raise RuntimeError("the hinge broke")
+        if self.opened == 2 and self.task == "hang":
+            Doors.gate.wait(20)
+        is_over = self.opened == 3
+        return (
+            f"See: {action} {self.opened}",
+            float(is_over),
+            is_over,
+            False,
+            {"success": is_over, "invalid": False},
+        )
+
+
+class FaultyDoors(Doors):
+    is_faulty = True
+
+
+def pool_of(*urls: str, **settings) -> dict[str, EnvPool]:
+    pool = EnvPool(list(urls), **settings)
+    pool.check("toy")
+    return {"doors": pool}
+
+
+def test_a_whole_episode_over_http(chat, serve):  # BEHAVIOURS 1, 10, 49
+    pools = pool_of(serve(Doors))
+    engine = Script(chat, [GO] * 9)
+    blanks = [Trajectory("doors", f"house {i}", i) for i in range(8)]
+    done = rollout(engine, chat, pools, blanks, Limits(), ("x",))
+    for t in done:
+        assert (t.end, t.success, t.category, t.episode_return) == ("terminated", True, "doors", 1)
+        seen = [turn.observation for turn in t.turns] + [t.observation]
+        assert seen == ["See: nothing.", "See: go 1", "See: go 2", "See: go 3"]
+        assert t.ids[: len(engine.asked["x", t.group, 0, 0])] == chat.prompt(
+            "Open doors.", "See: nothing."
+        )
+    client = pools["doors"].clients[0]
+    assert client.health()["episodes"] == 8  # kept for the next rollout ...
+    rollout(engine, chat, pools, blanks, Limits(), ("x",))
+    assert client.health()["episodes"] == 8
+    pools["doors"].close()
+    assert client.health()["episodes"] == 0  # ... and closed in the end
+
+
+def test_with_one_environment_dead_and_one_hanging_the_others_are_trained_on(chat, serve):
+    # BEHAVIOURS 42, 43
+    Doors.gate.clear()
+    pools = pool_of(serve(Doors), timeout=0.5, grace=1.0)
+    tasks = [f"house {i}" for i in range(14)] + ["dead", "hang"]
+    random.Random(0).shuffle(tasks)
+    blanks = [Trajectory("doors", task, i) for i, task in enumerate(tasks)]
+    began = time.monotonic()
+    limits = Limits(episode_seconds=1.5)
+    done = rollout(Script(chat, [GO] * 9), chat, pools, blanks, limits, ("x",))
+    took = time.monotonic() - began
+    Doors.gate.set()
+    assert took < 1.5 + 3 * 0.5 + 2  # its deadline, the calls in flight, slack
+    assert [t.task for t in done] == tasks
+    reasons = {t.task: t.error for t in done if t.end == "error"}
+    assert reasons.keys() == {"dead", "hang"}
+    assert "the hinge broke" in reasons["dead"] and not any(t.success for t in done if t.error)
+    valid = [t for t in done if t.end != "error"]
+    assert len(valid) == 14 and all(t.success for t in valid)
+    assert collate(valid).returns.tolist() == [1.0] * 14
+    check_errors(done, 0.5)
+
+
+def test_an_episode_that_fails_on_one_replica_is_played_on_another(chat, serve):  # BEHAVIOURS 42
+    pools = pool_of(serve(FaultyDoors), serve(Doors))
+    blanks = [Trajectory("doors", f"house {i}", i) for i in range(6)]
+    done = rollout(Script(chat, [GO] * 9), chat, pools, blanks, Limits(retries=1), ("x",))
+    assert [(t.end, len(t.turns)) for t in done] == [("terminated", 3)] * 6
+
+
+def test_an_episode_starts_on_another_replica_where_one_is_gone(chat, serve):
+    pools = pool_of(serve(Doors), grace=5.0)
+    pool = pools["doors"]
+    pool.clients.insert(0, EnvPool(["http://127.0.0.1:9"]).clients[0])  # nobody listens there
+    pool._idle.append([])
+    blanks = [Trajectory("doors", f"house {i}", i) for i in range(4)]
+    done = rollout(Script(chat, [GO] * 9), chat, pools, blanks, Limits(retries=0), ("x",))
+    assert all(t.success for t in done)
+
+
+def test_a_task_that_no_server_knows_fails_at_once_with_the_reason(chat, serve):
+    pools = pool_of(serve(Doors), grace=30.0)
+    (t,) = rollout(
+        Script(chat, [GO] * 9), chat, pools, [Trajectory("doors", "castle")], Limits(), ("x",)
+    )
+    assert t.end == "error" and "castle" in t.error
+
+
+def test_episodes_that_a_restarted_server_has_forgotten_are_not_tried_one_by_one(chat, serve):
+    pools = pool_of(serve(Doors), grace=2.0)
+    pool = pools["doors"]
+    stale = [pool._take(0) for _ in range(40)]
+    for episode in stale:
+        episode.close()  # over there; here they still count as idle
+        pool.give_back(episode)
+    began = time.monotonic()
+    episode, *_ = pool.start(0, "house 1", seed=0)
+    assert time.monotonic() - began < 1.0
+    assert pool._idle == [[]] and episode not in stale
+
+
+def test_a_rollout_on_one_rank_of_one_is_a_rollout(chat, serve, one_rank):
+    blanks = [Trajectory("doors", f"house {g}", g, n) for g in (2, 0, 1) for n in (1, 0)]
+    pools = pool_of(serve(Doors))
+    args = (Script(chat, [GO] * 9), chat, pools, blanks, Limits(), ("x",))
+    done = rollout_on_all_ranks(*args)
+    assert [(t.group, t.sample) for t in done] == [(g, n) for g in (0, 1, 2) for n in (0, 1)]
+    assert all(t.task == f"house {t.group}" and t.success for t in done)
+
+
 def test_wrong_servers_are_named(chat):
     with pytest.raises(ValueError, match="no environment server at http://127.0.0.1:9"):
         EnvPool(["http://127.0.0.1:9"]).check("textcraft")
@@ -375,6 +800,47 @@ def test_wrong_servers_are_named(chat):
         pytest.raises(ValueError, match="serves textcraft, but --env is babyai"),
     ):
         EnvPool(servers.urls).check("babyai")
+
+
+# --- engine and loop together ---
+
+
+def test_a_rollout_depends_on_its_seeds_and_not_on_time_and_scores_what_it_saw(
+    make_lm, chat, monkeypatch
+):
+    # BEHAVIOURS 1, 24, 29
+    monkeypatch.setattr(agent, "parse_react", lambda text: ("", text.strip() or "?", ""))
+    lm = make_lm()  # says anything; here anything is an action
+
+    class Echo(Room):
+        def step(self, action):
+            time.sleep(pause())
+            _, *rest = super().step(action)
+            return f"See: {len(action)} {action[:5]}", *rest
+
+    def play(seed: int, concurrency: int = 99) -> list[Trajectory]:
+        engine = HFEngine(lm, chat.stop_ids, seed=seed)
+        rooms = Rooms(lambda task, attempt: Echo(steps=2 + int(task[-1]) % 3))
+        blanks = [Trajectory("rooms", f"task {g}", g, n) for g in range(4) for n in range(2)]
+        limits = Limits(max_new_tokens=12)
+        return rollout(
+            engine, chat, {"rooms": rooms}, blanks, limits, ("t", 1), 0.7, seed, concurrency
+        )
+
+    pause = lambda: 0.0
+    once = play(0)
+    jitter = random.Random(0)
+    pause = lambda: 0.01 * jitter.random()
+    again, few, other = play(0), play(0, concurrency=3), play(1)
+    assert [t.ids for t in once] == [t.ids for t in again] == [t.ids for t in few]
+    assert [t.ids for t in once] != [t.ids for t in other]
+    assert once[0].ids != once[1].ids  # samples of a group differ
+    assert {len(t.turns) for t in once} == {2, 3, 4}
+    for t in once:
+        ids, mask = torch.tensor([t.ids]), torch.tensor([t.loss_mask])
+        with torch.no_grad():
+            scored, _ = Actor(lm)(ids, mask, 0.7)
+        torch.testing.assert_close(scored[0], torch.tensor(t.logprobs), atol=1e-4, rtol=1e-4)
 
 
 # --- tensors ---
@@ -416,6 +882,7 @@ def test_collate_on_three_turns():
         [4, 1],
     )
     assert batch.terminated.tolist() == [True, False]
+    assert batch.rollout_logprobs[0, [1, 2, 5, 12]].tolist() == pytest.approx([0, -0.1, 0, 0])
     part = batch.select([1])
     assert (
         part.input_ids.tolist() == [[1, 5]]
@@ -423,6 +890,40 @@ def test_collate_on_three_turns():
         and part.old_logprobs is None
     )
     assert not batch.select([]).loss_mask.any() and batch.select([]).input_ids.shape == (1, 13)
+
+
+def test_selecting_rows_trims_to_the_longest_and_keeps_their_order():
+    rows = []
+    for n in (3, 6, 4):
+        rows.append(Trajectory("toy", "t", n, ids=[n] * n, loss_mask=[0] + [1] * (n - 1)))
+        rows[-1].logprobs = [-0.5 * mask for mask in rows[-1].loss_mask]
+    batch = collate(rows)
+    batch.advantages = torch.arange(18.0).view(3, 6)
+    part = batch.select([2, 0])
+    assert part.input_ids.tolist() == [[4, 4, 4, 4], [3, 3, 3, 0]]
+    assert part.advantages.tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
+    assert (part.lengths.tolist(), part.group_ids.tolist()) == ([4, 3], [4, 3])
+    assert part.loss_mask.sum() == 5 and part.ref_logprobs is None
+    nothing = batch.select([])  # of a rank without work: one row to run, and nothing to learn
+    assert nothing.input_ids.tolist() == [[3, 3, 3]] and not nothing.loss_mask.any()
+    assert batch.loss_mask.sum() == 10  # the original is as it was
+
+
+def test_trajectories_without_a_turn_make_a_batch_like_any_other():  # BEHAVIOURS 6
+    mute = Trajectory("toy", "t", ids=[1, 2], loss_mask=[0, 0], logprobs=[0.0, 0.0])
+    batch = collate([mute])
+    assert batch.returns.dtype == torch.float32 and not batch.loss_mask.any()
+    with pytest.raises(AssertionError, match="no trajectories"):
+        collate([])
+
+
+def test_micro_batches_by_hand():
+    assert micro_batches([5, 90, 6, 100], max_tokens=200) == [[3, 1], [2, 0]]
+    assert micro_batches([7, 300], max_tokens=200) == [[1], [0]]  # too long for any, so alone
+    assert micro_batches([], max_tokens=200) == []
+    groups = [[0], [1], [2]]
+    assert [deal(groups, rank, 2) for rank in range(2)] == [[[0], [2]], [[1], []]]
+    assert deal([], 0, 2) == []
 
 
 @given(
