@@ -16,6 +16,7 @@ Read env_server.py first, model.py next.
 import re
 from dataclasses import dataclass, field
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 # What every agent is told after the environment's own instructions.
@@ -152,7 +153,7 @@ class Chat:
         user = [{"role": "user", "content": observation}]
         try:
             self._render(system + user)
-        except Exception:  # jinja's raise_exception: this template knows no system role
+        except TemplateError:  # what a template raises that knows no system role
             return [{"role": "user", "content": f"{instructions}\n\n{observation}"}]
         return system + user
 

@@ -132,12 +132,11 @@ def open_pools(config, stack: ExitStack) -> dict[str, EnvPool]:
         if weights.local_rank() == 0:
             for name in config.env:
                 ranks = max(1, weights.local_world_size())
-                servers = EnvServers(
-                    name,
-                    options[name],
-                    replicas=config.replicas,
-                    capacity=config.concurrency * ranks + 16,
-                )
+                capacity = config.concurrency * ranks + 16
+                try:
+                    servers = EnvServers(name, options[name], config.replicas, capacity)
+                except RuntimeError as error:  # it ended before it answered, and says why
+                    raise ValueError(f"could not start a server for {name}: {error}") from error
                 launched[name] = stack.enter_context(servers).urls
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, launched)
@@ -316,6 +315,7 @@ def main(config: Config) -> None:
         weights.check_free(config.name)  # before any work
         path = find_model(config)
         lm, tokenizer = weights.load(path, weights.compute_dtype())
+        weights.check_fits(lm, config.max_tokens)
         chat = Chat(tokenizer)
         engine = ENGINES[config.engine](lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
         pools = open_pools(config, stack)

@@ -130,6 +130,21 @@ def _check_plain_logits(lm: PreTrainedModel, path: str) -> None:
         )
 
 
+def check_fits(lm: PreTrainedModel, max_tokens: int) -> None:
+    """raises ValueError where a model can't read a whole trajectory, or forgets its start while it samples."""
+    config = lm.config
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_tokens > longest:
+        raise ValueError(
+            f"--max-tokens {max_tokens} is more than this model's context of {longest} tokens: lower it"
+        )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        raise ValueError(
+            f"{type(lm).__name__} has layers with a sliding window, which rollout.py's sampler does not "
+            "apply: it would sample from another distribution than the one trained. Choose another model"
+        )
+
+
 # --- score tokens ---
 
 
@@ -218,7 +233,7 @@ class Critic(nn.Module):
         hidden = self.backbone(input_ids, use_cache=False).last_hidden_state
         after = self.head(hidden).float()[..., 0]  # (B, T): entry t has read token t
         values = nn.functional.pad(after[:, :-1], (1, 0))
-        return values, after.gather(1, lengths[:, None] - 1)[:, 0]
+        return values, after[torch.arange(len(lengths), device=after.device), lengths - 1]
 
 
 # --- processes and devices ---

@@ -15,6 +15,7 @@ a policy must not be punished for a broken server.
 Read model.py first, algorithms.py next.
 """
 
+import itertools
 import math
 import queue
 import threading
@@ -371,7 +372,7 @@ class EnvPool:
         """
         deadline = time.monotonic() + self.grace
         pause = 0.1
-        for attempt in range(10**9):
+        for attempt in itertools.count():
             replica = (preferred + attempt) % len(self.clients)
             try:
                 episode = self._take(replica)
@@ -483,9 +484,8 @@ class _Loop:
                 self._start(waiting.pop())
             for episode, reply in self._replies():
                 self._receive(episode, reply)
-            if not (self.engine.in_waves and self.out):
-                for key, ids, logprobs in self.engine.step():
-                    self._act(self.playing.pop(key), ids, logprobs)
+            for key, ids, logprobs in self.engine.step():
+                self._act(self.playing.pop(key), ids, logprobs)
         return done
 
     def _replies(self) -> Iterator[tuple[_Episode, object]]:
@@ -510,6 +510,7 @@ class _Loop:
 
     def _start(self, episode: _Episode) -> None:
         episode.begin()
+        episode.trajectory.weights_version = self.engine.version
         trajectory, pool = episode.trajectory, self.pools[episode.trajectory.env]
         seed = seed_for(self.seed, "environment", self.key, trajectory.group, trajectory.sample)
         self._send(episode, pool.start, episode.index + episode.attempt, trajectory.task, seed)
@@ -578,7 +579,6 @@ class _Loop:
     def _act(self, episode: _Episode, ids: list[int], logprobs: list[float]) -> None:
         """The engine has written a turn: pass its action on, or answer a broken form ourselves."""
         trajectory = episode.trajectory
-        trajectory.weights_version = self.engine.version
         is_cut = (
             len(trajectory.ids) + len(ids) >= self.limits.max_tokens
             and ids[-1] != self.chat.end_of_turn

@@ -614,6 +614,7 @@ def main(config: Config) -> None:
         # The policy in three roles: one that learns, one that samples, one that stays behind (if asked for).
         start = find_model(config)
         lm, tokenizer = weights.load(str(checkpoint or start))
+        weights.check_fits(lm, config.max_tokens)
         chat = Chat(tokenizer)
         actor = weights.Actor(lm).to(device)
         twin = weights.sampler_copy(actor, world, dtype)
@@ -656,6 +657,7 @@ def main(config: Config) -> None:
         def evaluate(
             split: str, step: int, temperature: float, samples: int, limit: int = 0
         ) -> dict:
+            """Play a split with the present weights, print and log the result. Collective."""
             # Without the cap on mistakes and at the environment's own horizon: as evaluate.py does it.
             max_turns = max(envs.make(name).max_turns for name in config.env)
             limits = dataclasses.replace(config.limits(max_turns), max_invalid=0)

@@ -1,7 +1,7 @@
 """
 The README's comparison: algorithms and horizons from one start, at one budget of sampled tokens.
 
-    python runs/table.py                 # 7 settings x 3 seeds, two at a time, one thread each
+    python runs/table.py                 # 6 settings x 3 seeds, two at a time, one thread each
     python runs/table.py --show          # only print the table of what has been run
 
 Every run starts from the same cloned policy and stops once it has sampled `budget` tokens in training, so a

@@ -529,3 +529,14 @@ def test_smollm2_without_its_packages_says_what_to_run(monkeypatch, tmp_path):
     (tmp_path / "made").mkdir()
     (tmp_path / "made/config.json").write_text("{}")
     assert weights.smollm2(tmp_path / "made") == str(tmp_path / "made")  # made before: none needed
+
+
+def test_a_model_that_cannot_hold_a_trajectory_is_refused(make_lm):
+    lm = make_lm()
+    longest = lm.config.max_position_embeddings
+    weights.check_fits(lm, longest)
+    with pytest.raises(ValueError, match=f"context of {longest} tokens"):
+        weights.check_fits(lm, longest + 1)
+    lm.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="sliding window"):
+        weights.check_fits(lm, longest)

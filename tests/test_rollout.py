@@ -445,6 +445,7 @@ def test_budgets_to_the_token(chat):  # BEHAVIOURS 20, 22
     assert (cut.end, cut.success, len(cut.ids)) == ("max_tokens", False, last.stop - 1)
     assert len(steps) == 2  # the action that was cut off never reached the environment
     (short,) = run(chat, Script(chat, [GO] * 9), Rooms(), max_tokens=3)
+    assert short.weights_version == 3  # of the engine, though it was never asked
     assert short.end == "max_tokens" and not any(
         short.loss_mask
     )  # BEHAVIOURS 6: nothing to train on

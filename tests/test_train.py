@@ -77,6 +77,7 @@ def start(tmp_path_factory) -> str:
         (["--options", "levels=imaginary"], "imaginary"),
         (["--resume"], "--name"),
         (["--temperature", "0"], "greedy"),
+        (["--max-tokens", "5000"], "context of 4096 tokens"),
         (["--no-such-flag"], "no-such-flag"),
     ],
 )
