@@ -82,6 +82,7 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
+        self._encoded: dict[str, list[int]] = {}  # what has been encoded before
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{tokenizer.name_or_path} has no chat template: use an instruct model, or set one on its tokenizer"
@@ -163,7 +164,12 @@ class Chat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        # A group's episodes start alike, and many an observation returns.
+        if text not in self._encoded:
+            if len(self._encoded) > 100_000:
+                self._encoded.clear()
+            self._encoded[text] = self.tokenizer.encode(text, add_special_tokens=False)
+        return list(self._encoded[text])
 
     def _special_ids(self) -> set[int]:
         return set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())

@@ -17,6 +17,7 @@ Read train.py first. Run it:
 
 import dataclasses
 import json
+import os
 import random
 import sys
 import time
@@ -24,6 +25,10 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # spinning threads make a busy machine 20 times slower
 
 import torch.distributed as dist
 

@@ -19,6 +19,7 @@ Read rollout.py first, train.py next. Run it:
 import hashlib
 import inspect
 import json
+import os
 import random
 import sys
 import time
@@ -26,6 +27,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # spinning threads make a busy machine 20 times slower
 
 import torch
 import torch.distributed as dist

@@ -54,7 +54,7 @@ def play(
                 [(7 * i + 3 * wave + j) % 50 + 10 for j in range(2 + (5 * i + wave) % 11)]
             )
             engine.add(("play", i, wave), t.ids, 1 + (i + wave) % 12, temperature)
-        finished = engine.step()
+        finished = drain(engine)
         assert sorted(key[1] for key, _, _ in finished) == live
         for (_, i, _), ids, logprobs in finished:
             assert len(ids) <= 1 + (i + wave) % 12 and not set(ids[:-1]) & {5, 6, 7, 8, 9}
@@ -97,6 +97,34 @@ def test_greedy_is_generates_greedy(lm):
     assert ids == out[0, 4:].tolist()
 
 
+def drain(engine: HFEngine) -> list[tuple]:
+    """What all waiting requests get, stragglers included."""
+    finished = []
+    while part := engine.step():
+        finished += part
+    return finished
+
+
+def test_stragglers_are_not_waited_for_and_lose_nothing(lm):
+    engine = HFEngine(lm, {-1}, seed=1)
+    lengths = [30, 25] + [2, 3] * 8  # of the 18 rows of this wave two are an eighth, rounded down
+    for i, most in enumerate(lengths):
+        engine.add(("x", i, 0), [11 + i, 12, 13], most, 0.7)
+    waves = [{key[1]: rest for key, *rest in engine.step()}]
+    assert set(waves[0]) == set(range(2, 18))
+    engine.add(("x", 5, 1), [11 + 5, 12, 13, *waves[0][5][0], 20], 4, 0.7)  # others join them
+    waves += [{key[1]: rest for key, *rest in engine.step()}]
+    assert set(waves[1]) == {0, 1, 5} and engine.step() == []
+    for wave, row, turn in ((0, 7, 0), (1, 0, 0), (1, 1, 0), (1, 5, 1)):
+        most = 4 if turn else lengths[row]
+        prompt = [11 + row, 12, 13] + ([*waves[0][row][0], 20] if turn else [])
+        fresh = HFEngine(lm, {-1}, seed=1)
+        fresh.add(("x", row, turn), prompt, most, 0.7)
+        ((_, ids, logprobs),) = fresh.step()
+        assert waves[wave][row][0] == ids and len(ids) == most
+        assert waves[wave][row][1] == pytest.approx(logprobs, abs=1e-5)
+
+
 def alone(lm, key: tuple, ids: list[int], most: int, temperature: float = 0.7):
     """One request to an engine of its own: (ids, logprobs)."""
     engine = HFEngine(lm, {5, 6, 7, 8, 9}, seed=1)
@@ -109,7 +137,7 @@ def test_a_row_gets_the_same_tokens_alone_and_in_company(lm):
     engine = HFEngine(lm, {5, 6, 7, 8, 9}, seed=1)
     for key in random.Random(0).sample(sorted(rows), 9):
         engine.add(key, *rows[key], 0.7)
-    for key, ids, logprobs in engine.step():
+    for key, ids, logprobs in drain(engine):
         # company may ask for more tokens, and so for more random numbers, than this row does
         own_ids, own_logprobs = alone(lm, key, *rows[key])
         assert ids == own_ids and len(ids) <= rows[key][1]
