@@ -43,64 +43,65 @@ from rollout import ENGINES, EnvPool, Limits, RolloutError, check_errors, rollou
 
 
 @dataclass(frozen=True)
-class Config:
-    """Evaluate a policy. Every field is a flag: --split dev"""
+class Play:
+    """How episodes are played: the flags that train.py and evaluate.py share."""
 
-    model: str = "tiny"  # tiny (the starting policy), smollm2, a checkpoint folder, or a hub id
-    env: tuple[str, ...] = ("babyai",)  # files in envs/
-    options: tuple[
-        str, ...
-    ] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
-    env_urls: tuple[
-        str, ...
-    ] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
+    # --- what, and where ---
+    env: tuple[str, ...] = ("babyai",)  # files in envs/; several are mixed
+    options: tuple[str, ...] = ()  # of the environment: levels=paper, or babyai.levels=paper
+    env_urls: tuple[str, ...] = ()  # running servers, [env=]http://host:port; else local ones start
     env_token: str = ""  # what those servers want to hear
     replicas: int = 1  # server processes for each environment, where we start them
+    model: str = "tiny"  # tiny (cloned from the expert first), smollm2, a folder, or a hub id
     engine: Literal["auto", "hf"] = "auto"  # what samples
+    seed: int = 0
+    name: str = ""  # the folder out/<name>; the next free number if empty
+    # --- limits ---
+    temperature: float = 1.0  # of sampling; the trainer scores tokens at the same one
+    max_new_tokens: int = 64  # a turn
+    max_tokens: int = 1536  # an episode: prompt, observations, completions
+    max_observation_tokens: int = 256  # an observation; a longer one loses its middle
+    concurrency: int = 256  # episodes at once on each rank
+    env_timeout: float = 60.0  # seconds for one call to an environment
+    env_grace: float = 60.0  # seconds in which a server that does not answer may come back
+    max_error_fraction: float = 0.1  # of episodes whose environment failed; above it is no result
+
+    def __post_init__(self):
+        for name in self.env:
+            if name not in envs.NAMES:
+                raise ValueError(f"--env must be among {', '.join(envs.NAMES)}, got {name!r}")
+        for name, options in parse_options(self.options, self.env).items():
+            envs.make(name, **options).close()  # an unknown or impossible option
+        server_urls(self)
+        for field in ("max_new_tokens", "max_tokens", "max_observation_tokens", "concurrency"):
+            if getattr(self, field) < 1:
+                flag = f"--{field.replace('_', '-')}"
+                raise ValueError(f"{flag} must be 1 or more, got {getattr(self, field)}")
+        if self.temperature < 0:
+            raise ValueError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class Config(Play):
+    """Evaluate a policy. Every field is a flag: --split dev"""
+
+    # --- how much of it ---
     split: Literal["train", "dev", "test"] = "test"
     samples: int = 1  # episodes a task: avg@k and pass@k
     max_turns: tuple[
         int, ...
-    ] = ()  # turn limits to try, one table each; the environment's own if none is given
-    temperature: float = 1.0  # 0 is greedy
+    ] = ()  # turn limits, a table each; the environment's own if none given
     limit: int = 0  # only the first so many tasks; 0 for all
-    max_new_tokens: int = 64  # a turn
-    max_tokens: int = 1536  # an episode
-    max_observation_tokens: int = 256  # an observation
-    concurrency: int = 256  # episodes at once
-    env_timeout: float = 60.0  # seconds for one call to an environment
-    env_grace: float = 60.0  # seconds in which a server that does not answer may come back
-    max_error_fraction: float = (
-        0.1  # of episodes whose environment failed; more than that is no result
-    )
-    seed: int = 0
-    name: str = ""  # the folder out/<name>; the next free number if empty
 
     def __post_init__(self):
-        check_common(self)
+        super().__post_init__()
         if self.samples < 1 or self.limit < 0:
             raise ValueError(
-                f"--samples must be 1 or more and --limit 0 or more, got {self.samples} and {self.limit}"
+                "--samples must be 1 or more and --limit 0 or more, "
+                f"got {self.samples} and {self.limit}"
             )
         if any(turns < 1 for turns in self.max_turns):
             raise ValueError(f"--max-turns must be 1 or more, got {self.max_turns}")
-
-
-def check_common(config) -> None:
-    """What train.py and evaluate.py both refuse before anything is loaded. raises ValueError."""
-    for name in config.env:
-        if name not in envs.NAMES:
-            raise ValueError(f"--env must be among {', '.join(envs.NAMES)}, got {name!r}")
-    for name, options in parse_options(config.options, config.env).items():
-        envs.make(name, **options).close()  # an unknown or impossible option
-    server_urls(config)
-    for field in ("max_new_tokens", "max_tokens", "max_observation_tokens", "concurrency"):
-        if getattr(config, field) < 1:
-            raise ValueError(
-                f"--{field.replace('_', '-')} must be 1 or more, got {getattr(config, field)}"
-            )
-    if config.temperature < 0:
-        raise ValueError(f"--temperature must be 0 (greedy) or more, got {config.temperature}")
 
 
 # --- where the environments are ---

@@ -389,7 +389,7 @@ def on_rank_0(make: Callable[[], object]) -> object:
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except (ValueError, OSError) as error:
+        except Exception as error:  # or the other ranks would wait for this one for ever
             box[1] = error
     dist.broadcast_object_list(box)
     if box[1] is not None:
@@ -444,17 +444,15 @@ def save_policy(
     state = get_model_state_dict(
         actor, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    if dist.get_rank() == 0:
-        # from_pretrained wants the language model's own names, not those below our wrapper
-        state = {name.removeprefix("lm."): weight for name, weight in state.items()}
+    # from_pretrained wants the language model's own names, not those below our wrapper
+    state = {name.removeprefix("lm."): weight for name, weight in state.items()}
 
-        def write(part: Path) -> None:
-            actor.lm.save_pretrained(part, state_dict=state)
-            tokenizer.save_pretrained(part)
-            also(part)
+    def write(part: Path) -> None:
+        actor.lm.save_pretrained(part, state_dict=state)
+        tokenizer.save_pretrained(part)
+        also(part)
 
-        _save_folder(folder, write)
-    dist.barrier()
+    on_rank_0(lambda: _save_folder(folder, write))  # a full disk is an error on every rank
 
 
 def load_training_state(
@@ -493,6 +491,12 @@ def keep_newest(run: Path, count: int) -> None:
     found = checkpoints(run)
     for folder in found[: max(0, len(found) - count)]:
         shutil.rmtree(folder)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what a run that was killed in the middle of a save has left beside its checkpoints."""
+    for half in (*folder.glob(".*.part*"), *folder.glob(".*.old*")):
+        shutil.rmtree(half)
 
 
 def _save_folder(folder: Path, write: Callable[[Path], object]) -> None:

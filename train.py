@@ -44,7 +44,6 @@ from algorithms import (
     aggregate,
     combine_stats,
     dead_groups,
-    explained_variance,
     gae_advantages,
     grpo_advantages,
     kl_divergence,
@@ -59,15 +58,15 @@ from algorithms import (
     whiten,
 )
 from curriculum import adaptive_horizon, horizon, sample_tasks, seed_for
-from evaluate import (
-    check_common,
-    find_model,
-    gain,
-    open_pools,
-    play_split,
-    summarise,
-    table,
-    transcript,
+from evaluate import Play, find_model, open_pools, play_split, summarise, table, transcript
+from records import (
+    append_lines,
+    as_line,
+    compare,
+    one_line,
+    rollout_metrics,
+    take_back,
+    update_metrics,
 )
 from rollout import (
     ENGINES,
@@ -81,41 +80,23 @@ from rollout import (
     rollout_on_all_ranks,
 )
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 GROUP_BASELINES = ("grpo", "rloo")  # algorithms whose baseline is the group's mean
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Play):
     """Train an LLM agent by multi-turn RL. Every field is a flag: --group-size 16"""
 
-    # --- what to learn ---
-    env: tuple[str, ...] = ("babyai",)  # files in envs/; several are mixed
-    options: tuple[
-        str, ...
-    ] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
-    env_urls: tuple[
-        str, ...
-    ] = ()  # running servers, as http://host:port or env=http://host:port; else local ones start
-    env_token: str = ""  # what those servers want to hear
-    replicas: int = 1  # server processes for each environment, where we start them
-    model: str = "tiny"  # tiny (cloned from the expert first), smollm2, a folder, or a hub id
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
-    steps: int = 120  # training steps: a batch of trajectories and its updates
-    budget_tokens: int = (
-        0  # stop early, once this many tokens have been sampled in training; 0 for no such limit
-    )
+    steps: int = 100  # training steps: a batch of trajectories and its updates
+    budget_tokens: int = 0  # stop once so many tokens have been sampled in training; 0 for no limit
     tasks_per_step: int = 12  # groups
     group_size: int = 8  # G, trajectories a task
-    stages: tuple[int, ...] = (
-        4,
-        8,
-        12,
-    )  # turn limits, one a curriculum stage; a single one is a fixed horizon
+    stages: tuple[int, ...] = (4, 8, 12)  # turn limits, one a curriculum stage; one alone is fixed
     interval: int = 20  # training steps a stage
-    patience: int = (
-        0  # instead of the interval: steps without a new best success that end a stage; 0 for off
-    )
+    patience: int = 0  # or: steps without a new best success that end a stage; 0 for off
     epochs: int = 1  # passes over a batch
     minibatches: int = 3  # optimizer updates a pass
     lr: float = 2e-4  # peak learning rate of the policy
@@ -129,57 +110,43 @@ class Config:
     value_clip: float = 0.2  # how far a value may move in a step
     gamma: float = 1.0  # discount, a trainable token
     lam: float = 0.95  # GAE's lambda
-    bootstrap_truncated: bool = (
-        True  # PPO: an episode cut by a limit is worth its last state's value, not 0
-    )
+    bootstrap_truncated: bool = True  # PPO: a cut episode is worth its last state's value, not 0
     scale_by_std: bool = True  # GRPO: divide advantages by their group's standard deviation
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    aggregation: Aggregation = "token-mean"  # how tokens' losses become one
     kl_coef: float = 0.0  # leash to the starting policy; 0 loads no reference
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k2", "k3"] = (
-        "k3"  # in the loss, where k1 would have no gradient; in the reward it is k1
+        "k3"  # in the loss (k1 has no gradient there); in the reward: k1
     )
     entropy_coef: float = 0.0  # bonus for staying undecided
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
     keep_dead_groups: bool = (
-        False  # update on groups whose returns are all equal too (only KL and entropy act there)
+        False  # update on groups of equal returns too (only KL and entropy act)
     )
     mask_truncated: bool = False  # learn nothing from trajectories that a limit cut off
     # --- reward shaping, all off; logged returns stay raw ---
     format_penalty: float = 0.0  # for a turn that could not be parsed
     turn_penalty: float = 0.0  # for each turn
     overlong_buffer: int = 0  # trainable tokens before max_tokens over which a penalty grows to 1
-    # --- limits of an episode ---
-    temperature: float = 1.0  # of sampling; the trainer scores tokens at the same one
-    max_new_tokens: int = 64  # a turn
-    max_tokens: int = 1536  # an episode: prompt, observations, completions
-    max_observation_tokens: int = 256  # an observation; a longer one loses its middle
+    # --- limits of an episode, besides the shared ones ---
     max_invalid: int = 3  # the Nth invalid action or broken form ends the episode; 0 for never
-    env_timeout: float = 60.0  # seconds for one call to an environment
-    env_grace: float = 60.0  # seconds in which a server that does not answer may come back
     episode_seconds: float = 600.0  # for an episode, retries included
     max_error_fraction: float = 0.5  # stop when more episodes of a step fail than this
-    concurrency: int = 256  # episodes at once on each rank
     # --- machine ---
-    engine: Literal["auto", "hf"] = "auto"  # what samples
-    micro_tokens: int = (
-        4096  # padded tokens in one forward pass; a matter of memory, not of results
-    )
+    micro_tokens: int = 4096  # padded tokens in a forward pass: a matter of memory, not of results
     # --- watching ---
-    eval_every: int = 20  # steps between evaluations on dev; 0 for no evaluation at all, before and after included
+    eval_every: int = (
+        20  # steps between evaluations on dev; 0 for none at all, before and after too
+    )
     eval_limit: int = 120  # dev tasks, for evaluations on the way
     test_samples: int = 2  # episodes for each test task, before and after
     save_every: int = 10  # steps between checkpoints; the last step is always saved
     keep: int = 2  # newest checkpoints to keep, besides the best on dev
     log_tokens: int = 8  # trajectories of a step logged with their tokens
-    seed: int = 0
-    name: str = ""  # the folder out/<name>; the next free number if empty
     resume: bool = False  # continue out/<name> from its newest checkpoint
 
     def __post_init__(self):
-        check_common(self)
+        super().__post_init__()
         horizon(1, self.stages, self.interval)  # raises for stages that do not increase
         at_least_1 = (
             "steps",
@@ -376,119 +343,6 @@ def update(
     return stats, int(not is_finite), norms["actor"]
 
 
-def split(rows: list[int], count: int, seed: int) -> list[list[int]]:
-    """Shuffle rows and cut them into `count` nearly equal minibatches; fewer where there are fewer rows."""
-    order = list(rows)
-    random.Random(seed).shuffle(order)
-    parts = [order[i::count] for i in range(count)]
-    return [part for part in parts if part]
-
-
-# --- records ---
-
-
-def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
-    """What a step's episodes looked like. Errors are counted and left out of all the rest."""
-    valid = [t for t in trajectories if t.end != "error"]
-    n = max(1, len(valid))
-    repeated = sum(
-        a == b
-        for t in valid
-        for turn in t.turns
-        for a, b in _neighbours(t.ids[turn.start : turn.stop])
-    )
-    sampled = int(batch.loss_mask.sum())
-    return {
-        "return_mean": sum(t.episode_return for t in valid) / n,
-        "success_rate": sum(t.success for t in valid) / n,
-        "turns_mean": sum(len(t.turns) for t in valid) / n,
-        "truncated_fraction": sum(t.end in ("max_turns", "max_tokens") for t in valid) / n,
-        "format_error_fraction": sum(turn.format_error for t in valid for turn in t.turns)
-        / max(1, sum(len(t.turns) for t in valid)),
-        "invalid_fraction": sum(turn.invalid for t in valid for turn in t.turns)
-        / max(1, sum(len(t.turns) for t in valid)),
-        "error_fraction": 1 - len(valid) / len(trajectories),
-        "errors": _counts(f"{t.env}/{t.task}" for t in trajectories if t.end == "error"),
-        "success_by_env": {
-            env: _mean([t.success for t in valid if t.env == env])
-            for env in sorted({t.env for t in valid})
-        },
-        "dead_group_fraction": float(dead_groups(batch.returns, batch.group_ids).float().mean()),
-        "empty_trajectories": sum(not any(t.loss_mask) for t in valid),
-        "repeated_token_fraction": repeated / max(1, sampled),
-        "env_steps": sum(len(t.turns) - sum(turn.format_error for turn in t.turns) for t in valid),
-        "sampled_tokens": sampled,
-        "padding_fraction": 1 - float(batch.lengths.sum()) / batch.input_ids.numel(),
-    }
-
-
-def _neighbours(ids: list[int]):
-    return zip(ids, ids[1:], strict=False)
-
-
-def _mean(values: list) -> float:
-    return sum(float(value) for value in values) / max(1, len(values))
-
-
-def _counts(names) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def as_line(t: Trajectory, step: int, split: str, row: int | None, batch: Batch | None) -> dict:
-    """One line of trajectories.jsonl; `row` of `batch` says where its tokens' numbers are, None leaves them out."""
-    line = {
-        "step": step, "split": split, "env": t.env, "task": t.task, "category": t.category, "group": t.group,
-        "sample": t.sample, "weights_version": t.weights_version, "max_turns": t.max_turns, "end": t.end,
-        "error": t.error, "success": t.success, "return": t.episode_return,
-        "turns": [
-            {"observation": turn.observation, "completion": turn.completion, "thought": turn.thought,
-             "action": turn.action, "reward": turn.reward}
-            for turn in t.turns
-        ],
-        "last_observation": t.observation,
-    }  # fmt: skip
-    if row is not None:
-        old = batch.old_logprobs if batch.old_logprobs is not None else batch.rollout_logprobs
-        n = len(t.ids)
-        line["tokens"] = {
-            "ids": t.ids,
-            "loss_mask": t.loss_mask,
-            "rollout_logprobs": t.logprobs,
-            "old_logprobs": old[row, :n].tolist(),
-            "advantages": batch.advantages[row, :n].tolist(),
-        }
-    return line
-
-
-def append_lines(path: Path, lines: list[dict]) -> None:
-    """Add JSON lines to a file, on disk before we go on: a resumed run takes back what is newer than its checkpoint."""
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def take_back(path: Path, step: int) -> None:
-    """Drop the lines that the checkpoint of `step` does not know, and what a crash cut off.
-
-    So do lines of a closing evaluation (on test, after step 0): it comes after the last checkpoint, and again.
-    """
-    if not path.exists():
-        return
-    kept = []
-    for text in path.read_text().splitlines(keepends=True):
-        line = json.loads(text) if text.endswith("\n") else {"step": step + 1}
-        is_closing = line.get("split") == "test" and line["step"] > 0
-        if line["step"] <= step and not is_closing:
-            kept.append(text)
-    temporary = path.with_suffix(".part")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
-
-
 def positive_logprob_change(actor, batch: Batch, rows: list[int], config: Config) -> float | None:
     """How much likelier the update made tokens of positive advantage: mean change of their log-probability.
 
@@ -508,51 +362,12 @@ def positive_logprob_change(actor, batch: Batch, rows: list[int], config: Config
     return float((now - part.old_logprobs)[where].mean())
 
 
-def update_metrics(parts: list[dict], batch: Batch, rows: list[int], config: Config) -> dict:
-    """Statistics of a step's updates under the names of metrics.jsonl; None where there was no update."""
-    names = (
-        "entropy ref_kl approx_kl clip_fraction_low clip_fraction_high ratio_max value_clip_fraction "
-        "mismatch_kl weight_clip_fraction logprob_diff_mean logprob_diff_max"
-    ).split()
-    stats = combine_stats(parts) if parts else {}
-    metrics = {name: stats.get(name) for name in names}
-    metrics["first_ratio_max"] = (
-        parts[0]["ratio_max"] if parts else None
-    )  # 1 where the first update is on-policy
-    metrics["trained_tokens"] = config.epochs * int(batch.loss_mask[rows].sum())
-    metrics["explained_variance"] = None
-    if batch.old_values is not None:
-        metrics["explained_variance"] = explained_variance(
-            batch.value_targets, batch.old_values, batch.loss_mask
-        )
-    return metrics
-
-
-def one_line(m: dict) -> str:
-    """A training step for a person to read."""
-    number = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
-    speed = m["sampled_tokens"] / max(1e-9, m["seconds_total"])
-    return (
-        f"step {m['step']:3d}  horizon {m['max_turns']:2d}  success {m['success_rate']:.2f}  return {m['return_mean']:.2f}  "
-        f"turns {m['turns_mean']:4.1f}  cut {m['truncated_fraction']:.0%}  dead {m['dead_group_fraction']:.0%}  "
-        f"errors {m['error_fraction']:.0%}  entropy {number(m['entropy'], '.3f')}  kl {number(m['approx_kl'], '.4f')}  "
-        f"grad {number(m['grad_norm'], '.2f')}  {speed:.0f} tokens/s  {m['seconds_total']:.1f} s"
-    )
-
-
-def compare(run: Path) -> str:
-    """Before and after on test, from eval.jsonl: success, and the gain with its interval over tasks."""
-    records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
-    records = [record for record in records if record["split"] == "test"]
-    lines = []
-    for temperature in dict.fromkeys(record["temperature"] for record in records):
-        first, *_, last = [record for record in records if record["temperature"] == temperature]
-        mean, low, high = gain(first, last)
-        lines.append(
-            f"test, {'greedy' if temperature == 0 else 'sampled'}: success {first['success_rate']:.3f} -> "
-            f"{last['success_rate']:.3f}, gain {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-        )
-    return "\n".join(lines)
+def split(rows: list[int], count: int, seed: int) -> list[list[int]]:
+    """Shuffle rows and cut them into `count` nearly equal minibatches; fewer where there are fewer rows."""
+    order = list(rows)
+    random.Random(seed).shuffle(order)
+    parts = [order[i::count] for i in range(count)]
+    return [part for part in parts if part]
 
 
 # --- start and resume ---
@@ -587,12 +402,16 @@ def resume_point(config: Config) -> Path | None:
     return weights.newest_checkpoint(run)
 
 
-def open_run(config: Config) -> Path:
-    """The run's folder; a new one gets its config.json."""
-    if config.resume:
-        return Path("out") / config.name
-    run = weights.new_run(config.name, "train")
-    (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+def open_run(config: Config, step: int) -> Path:
+    """The run's folder. A new one gets its config.json; a resumed one is taken back to `step` (-1: to nothing)."""
+    if not config.resume:
+        run = weights.new_run(config.name, "train")
+        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        return run
+    run = Path("out") / config.name
+    weights.clear_leftovers(run / "checkpoints")
+    for file in ("metrics.jsonl", "trajectories.jsonl", "eval.jsonl"):
+        take_back(run / file, step)
     return run
 
 
@@ -606,128 +425,179 @@ def learning_rate(step: int, config: Config) -> float:
     return min(1.0, rise, fall)
 
 
+class Run:
+    """All that lives as long as a run: models, optimizers, sampler, environments, its folder and its state."""
+
+    def __init__(self, config: Config, stack: ExitStack):
+        self.config = config
+        self.is_main = dist.get_rank() == 0
+        checkpoint = weights.on_rank_0(lambda: resume_point(config))
+        start = find_model(config)
+        self.load_policy(start, checkpoint)
+        self.state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
+        if checkpoint:
+            self.state = weights.load_training_state(checkpoint, self.optimizers, self.modules)
+        self.pools = open_pools(config, stack)
+        # Everything that a wrong flag could break has been tried: from here on there is a run.
+        self.folder = weights.on_rank_0(
+            lambda: open_run(config, self.state["step"] if checkpoint else -1)
+        )
+        self.is_new = checkpoint is None
+        self.engine.sync(weights.full_weights(self.actor), self.state["version"])
+        self.tasks = [
+            (name, task)
+            for name, pool in self.pools.items()
+            for task in pool.clients[0].tasks("train")
+        ]
+        self.say(
+            f"{self.folder}: {config.algo} on {' '.join(config.env)}, {len(self.tasks)} training tasks, "
+            f"from {start}" + (f", resumed after step {self.state['step']}" if checkpoint else "")
+        )
+
+    def load_policy(self, start: str, checkpoint: Path | None) -> None:
+        """The policy in three roles: one that learns, one that samples, one that stays behind (if asked for)."""
+        config, device, mesh = self.config, weights.device(), weights.mesh()
+        dtype = weights.compute_dtype()
+        lm, self.tokenizer = weights.load(str(checkpoint or start))
+        weights.check_fits(lm, config.max_tokens)
+        self.chat = Chat(self.tokenizer)
+        self.actor = weights.Actor(lm).to(device)
+        twin = weights.sampler_copy(self.actor, dist.get_world_size(), dtype)
+        self.critic = self.reference = None
+        if config.algo == "ppo":
+            self.critic = weights.shard(weights.Critic(lm).to(device), mesh, dtype)
+        if config.kl_coef:
+            reference = weights.Actor(weights.load(start)[0]).to(device).requires_grad_(False)
+            self.reference = weights.shard(reference, mesh, dtype)
+        weights.shard(self.actor, mesh, dtype)
+        weights.share(twin, self.actor)
+        self.engine = ENGINES[config.engine](twin, self.chat.stop_ids, config.seed)
+        self.modules = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        self.rates = {"actor": config.lr, "critic": config.critic_lr}
+        self.optimizers = {
+            name: torch.optim.AdamW(module.parameters(), lr=self.rates[name], weight_decay=0.0)
+            for name, module in self.modules.items()
+        }
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches, above the progress bar."""
+        if self.is_main:
+            tqdm.write(text)
+
+    def write(self, file: str, lines: list[dict]) -> None:
+        """Add lines to one of the run's files."""
+        if self.is_main:
+            append_lines(self.folder / file, lines)
+
+    def evaluate(
+        self, split: str, step: int, temperature: float, samples: int, limit: int = 0
+    ) -> dict:
+        """Play a split with the present weights, print and log the result. Collective."""
+        # Without the cap on mistakes and at the environment's own horizon: as evaluate.py does it.
+        config = self.config
+        max_turns = max(envs.make(name).max_turns for name in config.env)
+        limits = dataclasses.replace(config.limits(max_turns), max_invalid=0)
+        began = time.perf_counter()
+        played = play_split(
+            self.engine, self.chat, self.pools, split, config, limits, ("evaluate", split, step), samples,
+            temperature, limit,
+        )  # fmt: skip
+        check_errors(played, config.max_error_fraction)
+        record = {"step": step, "split": split, "temperature": temperature, "max_turns": max_turns}
+        record |= summarise(played, config.seed)
+        self.say(table(record, f"step {step}, {split}, {'sampled' if temperature else 'greedy'}"))
+        self.write("eval.jsonl", [record | {"seconds": time.perf_counter() - began}])
+        self.write("trajectories.jsonl", [as_line(t, step, split, None, None) for t in played])
+        return record
+
+    def evaluate_on_test(self) -> None:
+        """Sampled, as in training, and greedy."""
+        step = self.state["step"]
+        self.evaluate("test", step, self.config.temperature, self.config.test_samples)
+        self.evaluate("test", step, 0.0, 1)
+
+    def evaluate_on_dev(self) -> None:
+        """On the way; the best policy so far is kept."""
+        config, step = self.config, self.state["step"]
+        dev = self.evaluate("dev", step, config.temperature, 1, config.eval_limit)
+        if dev.get("success_rate", 0.0) > self.state["best"]:
+            self.state["best"] = dev["success_rate"]
+            weights.save_policy(self.folder / "checkpoints" / "best", self.actor, self.tokenizer)
+
+    def save(self) -> None:
+        """A checkpoint of the step just finished. Collective."""
+        folder = self.folder / "checkpoints" / f"step_{self.state['step']}"
+        weights.save_checkpoint(folder, self.tokenizer, self.optimizers, self.modules, self.state)
+        if self.is_main:
+            weights.keep_newest(self.folder, self.config.keep)
+
+    def score_all(self, batch: Batch, rows: list[int]) -> Tensor | None:
+        """Fill in the batch's old and reference log-probabilities and values; returns PPO's last values (B,)."""
+        config, everything = self.config, list(range(len(batch.lengths)))
+
+        def logprobs(policy):
+            return lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]
+
+        # With a single update on fresh samples the update's own forward pass gives the old log-probabilities.
+        if config.epochs * config.minibatches > 1 or (config.kl_coef and config.kl_in == "reward"):
+            batch.old_logprobs = score(logprobs(self.actor), batch, rows, config)
+        if self.reference:
+            batch.ref_logprobs = score(logprobs(self.reference), batch, rows, config)
+        if not self.critic:
+            return None
+        values = lambda part: self.critic(part.input_ids, part.lengths)[0]  # noqa: E731
+        last_value = lambda part: self.critic(part.input_ids, part.lengths)[1][:, None]  # noqa: E731
+        batch.old_values = score(values, batch, everything, config)
+        return score(last_value, batch, everything, config)[:, 0]
+
+    def improve(self, batch: Batch, rows: list[int], step: int) -> dict:
+        """All of a step's optimizer updates; returns what they report for metrics.jsonl. Collective."""
+        config, parts, norms, skipped = self.config, [], [], 0
+        train_actor = not (self.critic and step <= config.critic_warmup)
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = self.rates[name] * learning_rate(step, config)
+        for epoch in range(config.epochs):
+            seed = seed_for(config.seed, "minibatches", step, epoch)
+            for part in split(rows, config.minibatches, seed):
+                stats, was_skipped, norm = update(
+                    self.actor, self.critic, self.optimizers, batch, part, config, train_actor
+                )
+                skipped, norms, parts = skipped + was_skipped, [*norms, norm], [*parts, stats]
+        return update_metrics(parts, batch, rows, config) | {
+            "positive_logprob_change": positive_logprob_change(self.actor, batch, rows, config),
+            "grad_norm": max(norms, default=None),
+            "skipped_updates": skipped,
+            "lr": self.optimizers["actor"].param_groups[0]["lr"] if train_actor else 0.0,
+        }
+
+
+def peak_memory_gb() -> float | None:
+    """The most that this process's tensors ever took on its GPU, in GiB; None on a CPU."""
+    on_gpu = weights.device().type == "cuda"
+    return torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+
+
 def main(config: Config) -> None:
     """Train from start to report. Everything a run writes goes to out/<name>/."""
     with ExitStack() as stack:
         stack.enter_context(weights.distributed())
-        world, is_main = dist.get_world_size(), dist.get_rank() == 0
-        device, mesh, dtype = weights.device(), weights.mesh(), weights.compute_dtype()
-        checkpoint = weights.on_rank_0(lambda: resume_point(config))
         started = time.perf_counter()
-
-        # The policy in three roles: one that learns, one that samples, one that stays behind (if asked for).
-        start = find_model(config)
-        lm, tokenizer = weights.load(str(checkpoint or start))
-        weights.check_fits(lm, config.max_tokens)
-        chat = Chat(tokenizer)
-        actor = weights.Actor(lm).to(device)
-        twin = weights.sampler_copy(actor, world, dtype)
-        critic = reference = None
-        if config.algo == "ppo":
-            critic = weights.shard(weights.Critic(lm).to(device), mesh, dtype)
-        if config.kl_coef:
-            reference = weights.shard(
-                weights.Actor(weights.load(start)[0]).to(device).requires_grad_(False), mesh, dtype
-            )
-        weights.shard(actor, mesh, dtype)
-        weights.share(twin, actor)
-        engine = ENGINES[config.engine](twin, chat.stop_ids, config.seed)
-        modules = {"actor": actor} | ({"critic": critic} if critic else {})
-        rates = {"actor": config.lr, "critic": config.critic_lr}
-        optimizers = {
-            name: torch.optim.AdamW(m.parameters(), lr=rates[name], weight_decay=0.0)
-            for name, m in modules.items()
-        }
-
-        state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
-        if checkpoint:
-            state = weights.load_training_state(checkpoint, optimizers, modules)
-        pools = open_pools(config, stack)
-        # Everything that a wrong flag could break has been tried: from here on there is a run.
-        run = weights.on_rank_0(lambda: open_run(config))
-        if is_main and config.resume:
-            for file in ("metrics.jsonl", "trajectories.jsonl", "eval.jsonl"):
-                take_back(run / file, state["step"] if checkpoint else -1)
-            print(f"resuming {run} after step {state['step']}")
-        engine.sync(weights.full_weights(actor), state["version"])
-        tasks = [
-            (name, task) for name, pool in pools.items() for task in pool.clients[0].tasks("train")
-        ]
-        if is_main:
-            print(
-                f"{run}: {config.algo} on {' '.join(config.env)}, {len(tasks)} training tasks, from {start}"
-            )
-
-        def evaluate(
-            split: str, step: int, temperature: float, samples: int, limit: int = 0
-        ) -> dict:
-            """Play a split with the present weights, print and log the result. Collective."""
-            # Without the cap on mistakes and at the environment's own horizon: as evaluate.py does it.
-            max_turns = max(envs.make(name).max_turns for name in config.env)
-            limits = dataclasses.replace(config.limits(max_turns), max_invalid=0)
-            began = time.perf_counter()
-            played = play_split(
-                engine,
-                chat,
-                pools,
-                split,
-                config,
-                limits,
-                ("evaluate", split, step),
-                samples,
-                temperature,
-                limit,
-            )
-            check_errors(played, config.max_error_fraction)
-            record = {
-                "step": step,
-                "split": split,
-                "temperature": temperature,
-                "max_turns": max_turns,
-                **summarise(played, config.seed),
-            }
-            if is_main:
-                tqdm.write(
-                    table(
-                        record,
-                        f"step {step}, {split}, {'greedy' if temperature == 0 else 'sampled'}",
-                    )
-                )
-                append_lines(
-                    run / "eval.jsonl", [record | {"seconds": time.perf_counter() - began}]
-                )
-                append_lines(
-                    run / "trajectories.jsonl",
-                    [as_line(t, step, split, None, None) for t in played],
-                )
-            return record
-
-        def save(step: int) -> None:
-            weights.save_checkpoint(
-                run / "checkpoints" / f"step_{step}", tokenizer, optimizers, modules, state
-            )
-            if is_main:
-                weights.keep_newest(run, config.keep)
-
-        if config.eval_every and not checkpoint:
-            evaluate("test", 0, config.temperature, config.test_samples)
-            evaluate("test", 0, 0.0, 1)
-
+        run = Run(config, stack)
+        if config.eval_every and run.is_new:
+            run.evaluate_on_test()
         bar = tqdm(
-            total=config.steps,
-            initial=state["step"],
-            desc="training",
-            disable=None if is_main else True,
-        )
-        for step in range(state["step"] + 1, config.steps + 1):
-            began = time.perf_counter()
+            total=config.steps, initial=run.state["step"], desc="training", disable=None if run.is_main else True
+        )  # fmt: skip
+        for step in range(run.state["step"] + 1, config.steps + 1):
+            clock = [time.perf_counter()]
 
             # 1. How long, and what. Pure functions of the step: nothing to restore after a crash.
             if config.patience:
-                max_turns = adaptive_horizon(state["history"], config.stages, config.patience)
+                max_turns = adaptive_horizon(run.state["history"], config.stages, config.patience)
             else:
                 max_turns = horizon(step, config.stages, config.interval)
-            chosen = sample_tasks(tasks, step, config.tasks_per_step, config.seed)
+            chosen = sample_tasks(run.tasks, step, config.tasks_per_step, config.seed)
 
             # 2. Play.
             blanks = [
@@ -737,126 +607,77 @@ def main(config: Config) -> None:
             ]
             try:
                 trajectories = rollout_on_all_ranks(
-                    engine, chat, pools, blanks, config.limits(max_turns), ("train", step), config.temperature,
-                    config.seed, config.concurrency,
+                    run.engine, run.chat, run.pools, blanks, config.limits(max_turns), ("train", step),
+                    config.temperature, config.seed, config.concurrency,
                 )  # fmt: skip
                 check_errors(trajectories, config.max_error_fraction)
             except RolloutError:
-                save(step - 1)  # nothing learnt so far is lost with the servers
+                run.save()  # nothing learnt so far is lost with the servers
                 raise
-            engine.sleep()
-            seconds_rollout = time.perf_counter() - began
+            run.engine.sleep()
+            clock.append(time.perf_counter())
 
             # 3. Compare. An episode whose environment failed is in no baseline and no average.
             valid = [t for t in trajectories if t.end != "error"]
-            batch = collate(valid, tokenizer.pad_token_id or 0)
+            batch = collate(valid, run.tokenizer.pad_token_id or 0)
             metrics = {"step": step, "max_turns": max_turns, **rollout_metrics(trajectories, batch)}
             rows = trainable_rows(valid, batch, config)
-            everything = list(range(len(valid)))
-            logprobs = lambda policy: (
-                lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]
-            )  # noqa: E731
-            if config.epochs * config.minibatches > 1 or (
-                config.kl_coef and config.kl_in == "reward"
-            ):
-                batch.old_logprobs = score(logprobs(actor), batch, rows, config)
-            if reference:
-                batch.ref_logprobs = score(logprobs(reference), batch, rows, config)
-            last_values = None
-            if critic:
-                batch.old_values = score(
-                    lambda part: critic(part.input_ids, part.lengths)[0], batch, everything, config
-                )
-                last_values = score(
-                    lambda part: critic(part.input_ids, part.lengths)[1][:, None],
-                    batch,
-                    everything,
-                    config,
-                )[:, 0]
+            last_values = run.score_all(batch, rows)
             batch = assign_credit(batch, last_values, config)
 
             # 4. Improve.
-            version, skipped, norms, parts = state["version"], 0, [], []
-            train_actor = not (critic and step <= config.critic_warmup)
-            for name, optimizer in optimizers.items():
-                for group in optimizer.param_groups:
-                    group["lr"] = rates[name] * learning_rate(step, config)
-            for epoch in range(config.epochs):
-                for part in split(
-                    rows, config.minibatches, seed_for(config.seed, "minibatches", step, epoch)
-                ):
-                    stats, was_skipped, norm = update(
-                        actor, critic, optimizers, batch, part, config, train_actor
-                    )
-                    skipped, norms, parts = skipped + was_skipped, [*norms, norm], [*parts, stats]
-            metrics |= {
-                "positive_logprob_change": positive_logprob_change(actor, batch, rows, config)
-            }
-            seconds_train = time.perf_counter() - began - seconds_rollout
+            metrics |= run.improve(batch, rows, step)
+            clock.append(time.perf_counter())
 
             # 5. Tell the sampler.
-            state["version"] = version + 1
-            engine.wake()
-            engine.sync(weights.full_weights(actor), state["version"])
-            seconds_sync = time.perf_counter() - began - seconds_rollout - seconds_train
+            run.engine.wake()
+            run.engine.sync(weights.full_weights(run.actor), run.state["version"] + 1)
+            clock.append(time.perf_counter())
 
             # 6. Write down.
-            state["step"] = step
-            state["history"] = [*state["history"], metrics["success_rate"]]
-            metrics |= update_metrics(parts, batch, rows, config)
-            metrics |= {
-                "grad_norm": max(norms, default=None),
-                "skipped_updates": skipped,
-                "lr": optimizers["actor"].param_groups[0]["lr"] if train_actor else 0.0,
-                "weights_version": state["version"],
-                "seconds_rollout": seconds_rollout,
-                "seconds_train": seconds_train,
-                "seconds_sync": seconds_sync,
-                "seconds_total": time.perf_counter() - began,
-                "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30
-                if device.type == "cuda"
-                else None,
+            run.state |= {
+                "step": step,
+                "version": run.state["version"] + 1,
+                "history": [*run.state["history"], metrics["success_rate"]],
+                "sampled_tokens": run.state["sampled_tokens"] + metrics["sampled_tokens"],
             }
-            if is_main:
-                row_of = {id(t): row for row, t in enumerate(valid)}
-                lines = [
-                    as_line(
-                        t,
-                        step,
-                        "train",
-                        row_of.get(id(t)) if i < config.log_tokens else None,
-                        batch,
-                    )
-                    for i, t in enumerate(trajectories)
-                ]
-                append_lines(run / "trajectories.jsonl", lines)
-                append_lines(run / "metrics.jsonl", [metrics])
-                tqdm.write(one_line(metrics))
-                bar.set_postfix(success=f"{metrics['success_rate']:.2f}", horizon=max_turns)
-                bar.update()
+            spent = [after - before for before, after in zip(clock, clock[1:], strict=False)]
+            metrics |= dict(
+                zip(("seconds_rollout", "seconds_train", "seconds_sync"), spent, strict=True)
+            )
+            metrics |= {
+                "weights_version": run.state["version"],
+                "seconds_total": time.perf_counter() - clock[0],
+                "peak_memory_gb": peak_memory_gb(),
+            }
+            row_of = {id(t): row for row, t in enumerate(valid)}
+            run.write("trajectories.jsonl", [
+                as_line(t, step, "train", row_of.get(id(t)) if i < config.log_tokens else None, batch)
+                for i, t in enumerate(trajectories)
+            ])  # fmt: skip
+            run.write("metrics.jsonl", [metrics])
+            run.say(one_line(metrics))
+            bar.set_postfix(success=f"{metrics['success_rate']:.2f}", horizon=max_turns)
+            bar.update()
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-                dev = evaluate("dev", step, config.temperature, 1, config.eval_limit)
-                if dev.get("success_rate", 0.0) > state["best"]:
-                    state["best"] = dev["success_rate"]
-                    weights.save_policy(run / "checkpoints" / "best", actor, tokenizer)
-            state["sampled_tokens"] += metrics["sampled_tokens"]
-            is_last = step == config.steps or 0 < config.budget_tokens <= state["sampled_tokens"]
-            if step % config.save_every == 0 or is_last:
-                save(step)
-            if is_last:
+                run.evaluate_on_dev()
+            out_of_budget = 0 < config.budget_tokens <= run.state["sampled_tokens"]
+            if step % config.save_every == 0 or step == config.steps or out_of_budget:
+                run.save()
+            if out_of_budget:
                 break
         bar.close()
 
         if config.eval_every:
-            evaluate("test", state["step"], config.temperature, config.test_samples)
-            evaluate("test", state["step"], 0.0, 1)
-        if is_main:
+            run.evaluate_on_test()
+        if run.is_main:
             if config.eval_every:
-                print(transcript(valid[0], chat, os.isatty(1)))
-                print(compare(run))
-            report.draw(run, run / "curve.png")
+                print(transcript(valid[0], run.chat, os.isatty(1)))
+                print(compare(run.folder))
+            report.draw(run.folder, run.folder / "curve.png")
+            seconds = time.perf_counter() - started
             print(
-                f"{run}: done in {time.perf_counter() - started:.0f} s; learning curve in {run / 'curve.png'}"
+                f"{run.folder}: done in {seconds:.0f} s; learning curve in {run.folder / 'curve.png'}"
             )
 
 

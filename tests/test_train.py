@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import model as weights
+import records
 import sft
 import train
 from agent import Trajectory, Turn
@@ -165,9 +166,9 @@ def test_lines_newer_than_the_checkpoint_are_taken_back(tmp_path):
     path.write_text(
         '{"step": 0, "split": "test"}\n{"step": 1}\n{"step": 2}\n{"step": 2, "split": "test"}\n{"ste'
     )
-    train.take_back(path, 1)
+    records.take_back(path, 1)
     assert path.read_text() == '{"step": 0, "split": "test"}\n{"step": 1}\n'
-    train.take_back(path, -1)
+    records.take_back(path, -1)
     assert path.read_text() == ""
 
 
@@ -407,7 +408,7 @@ def test_a_trajectory_without_a_sampled_token_is_counted_and_not_trained_on():  
     trajectories[0].loss_mask = [0] * len(trajectories[0].ids)
     batch = collate(trajectories)
     assert 0 not in train.trainable_rows(trajectories, batch, train.Config())
-    assert train.rollout_metrics(trajectories, batch)["empty_trajectories"] == 1
+    assert records.rollout_metrics(trajectories, batch)["empty_trajectories"] == 1
 
 
 def test_the_learning_rate_rises_stays_and_falls():

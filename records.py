@@ -1,0 +1,170 @@
+"""
+What a run writes down: a line a training step, a line an episode, and both in words.
+
+    trajectories, batch  ->  rollout_metrics  ->  metrics.jsonl
+    an update's stats    ->  update_metrics   ->  metrics.jsonl
+    a trajectory         ->  as_line          ->  trajectories.jsonl
+    eval.jsonl           ->  compare          ->  "success 0.45 -> 0.70, gain +0.25 [+0.20, +0.30]"
+
+The README's table says what each number means and what bad looks like. Part of train.py: read that first.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from agent import Trajectory
+from algorithms import combine_stats, dead_groups, explained_variance
+from evaluate import gain
+from rollout import Batch
+
+# --- a training step ---
+
+
+def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
+    """What a step's episodes looked like. Errors are counted and left out of all the rest."""
+    valid = [t for t in trajectories if t.end != "error"]
+    n = max(1, len(valid))
+    repeated = sum(
+        a == b
+        for t in valid
+        for turn in t.turns
+        for a, b in _neighbours(t.ids[turn.start : turn.stop])
+    )
+    sampled = int(batch.loss_mask.sum())
+    return {
+        "return_mean": sum(t.episode_return for t in valid) / n,
+        "success_rate": sum(t.success for t in valid) / n,
+        "turns_mean": sum(len(t.turns) for t in valid) / n,
+        "truncated_fraction": sum(t.end in ("max_turns", "max_tokens") for t in valid) / n,
+        "format_error_fraction": sum(turn.format_error for t in valid for turn in t.turns)
+        / max(1, sum(len(t.turns) for t in valid)),
+        "invalid_fraction": sum(turn.invalid for t in valid for turn in t.turns)
+        / max(1, sum(len(t.turns) for t in valid)),
+        "error_fraction": 1 - len(valid) / len(trajectories),
+        "errors": _counts(f"{t.env}/{t.task}" for t in trajectories if t.end == "error"),
+        "success_by_env": {
+            env: _mean([t.success for t in valid if t.env == env])
+            for env in sorted({t.env for t in valid})
+        },
+        "dead_group_fraction": float(dead_groups(batch.returns, batch.group_ids).float().mean()),
+        "empty_trajectories": sum(not any(t.loss_mask) for t in valid),
+        "repeated_token_fraction": repeated / max(1, sampled),
+        "env_steps": sum(len(t.turns) - sum(turn.format_error for turn in t.turns) for t in valid),
+        "sampled_tokens": sampled,
+        "padding_fraction": 1 - float(batch.lengths.sum()) / batch.input_ids.numel(),
+    }
+
+
+def _neighbours(ids: list[int]):
+    return zip(ids, ids[1:], strict=False)
+
+
+def _mean(values: list) -> float:
+    return sum(float(value) for value in values) / max(1, len(values))
+
+
+def _counts(names) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def as_line(t: Trajectory, step: int, split: str, row: int | None, batch: Batch | None) -> dict:
+    """One line of trajectories.jsonl; `row` of `batch` says where its tokens' numbers are, None leaves them out."""
+    line = {
+        "step": step, "split": split, "env": t.env, "task": t.task, "category": t.category, "group": t.group,
+        "sample": t.sample, "weights_version": t.weights_version, "max_turns": t.max_turns, "end": t.end,
+        "error": t.error, "success": t.success, "return": t.episode_return,
+        "turns": [
+            {"observation": turn.observation, "completion": turn.completion, "thought": turn.thought,
+             "action": turn.action, "reward": turn.reward}
+            for turn in t.turns
+        ],
+        "last_observation": t.observation,
+    }  # fmt: skip
+    if row is not None:
+        old = batch.old_logprobs if batch.old_logprobs is not None else batch.rollout_logprobs
+        n = len(t.ids)
+        line["tokens"] = {
+            "ids": t.ids,
+            "loss_mask": t.loss_mask,
+            "rollout_logprobs": t.logprobs,
+            "old_logprobs": old[row, :n].tolist(),
+            "advantages": batch.advantages[row, :n].tolist(),
+        }
+    return line
+
+
+def append_lines(path: Path, lines: list[dict]) -> None:
+    """Add JSON lines to a file, on disk before we go on: a resumed run takes back what is newer than its checkpoint."""
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def take_back(path: Path, step: int) -> None:
+    """Drop the lines that the checkpoint of `step` does not know, and what a crash cut off.
+
+    So do lines of a closing evaluation (on test, after step 0): it comes after the last checkpoint, and again.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for text in path.read_text().splitlines(keepends=True):
+        line = json.loads(text) if text.endswith("\n") else {"step": step + 1}
+        is_closing = line.get("split") == "test" and line["step"] > 0
+        if line["step"] <= step and not is_closing:
+            kept.append(text)
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def update_metrics(parts: list[dict], batch: Batch, rows: list[int], config) -> dict:
+    """Statistics of a step's updates under the names of metrics.jsonl; None where there was no update."""
+    names = (
+        "entropy ref_kl approx_kl clip_fraction_low clip_fraction_high ratio_max value_clip_fraction "
+        "mismatch_kl weight_clip_fraction logprob_diff_mean logprob_diff_max"
+    ).split()
+    stats = combine_stats(parts) if parts else {}
+    metrics = {name: stats.get(name) for name in names}
+    metrics["first_ratio_max"] = (
+        parts[0]["ratio_max"] if parts else None
+    )  # 1 where the first update is on-policy
+    metrics["trained_tokens"] = config.epochs * int(batch.loss_mask[rows].sum())
+    metrics["explained_variance"] = None
+    if batch.old_values is not None:
+        metrics["explained_variance"] = explained_variance(
+            batch.value_targets, batch.old_values, batch.loss_mask
+        )
+    return metrics
+
+
+def one_line(m: dict) -> str:
+    """A training step for a person to read."""
+    number = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
+    speed = m["sampled_tokens"] / max(1e-9, m["seconds_total"])
+    return (
+        f"step {m['step']:3d}  horizon {m['max_turns']:2d}  success {m['success_rate']:.2f}  return {m['return_mean']:.2f}  "
+        f"turns {m['turns_mean']:4.1f}  cut {m['truncated_fraction']:.0%}  dead {m['dead_group_fraction']:.0%}  "
+        f"errors {m['error_fraction']:.0%}  entropy {number(m['entropy'], '.3f')}  kl {number(m['approx_kl'], '.4f')}  "
+        f"grad {number(m['grad_norm'], '.2f')}  {speed:.0f} tokens/s  {m['seconds_total']:.1f} s"
+    )
+
+
+def compare(run: Path) -> str:
+    """Before and after on test, from eval.jsonl: success, and the gain with its interval over tasks."""
+    records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    records = [record for record in records if record["split"] == "test"]
+    lines = []
+    for temperature in dict.fromkeys(record["temperature"] for record in records):
+        first, *_, last = [record for record in records if record["temperature"] == temperature]
+        mean, low, high = gain(first, last)
+        lines.append(
+            f"test, {'greedy' if temperature == 0 else 'sampled'}: success {first['success_rate']:.3f} -> "
+            f"{last['success_rate']:.3f}, gain {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+        )
+    return "\n".join(lines)
