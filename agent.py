@@ -35,6 +35,8 @@ def parse_react(completion: str) -> tuple[str, str, str]:
 
     The action is the first non-empty line after the one line that starts with `Action:`; what a model
     writes below that line is commentary. The thought is everything above it, with or without `Thought:`.
+    What stands before </think>, or after a <think> that was never closed, is not looked at: there a
+    model may weigh several actions.
     A broken form is the agent's mistake, not an exception: error is the sentence it will be shown.
 
     >>> parse_react("Thought: the key is near.\\nAction: go to red key 1")
@@ -42,6 +44,7 @@ def parse_react(completion: str) -> tuple[str, str, str]:
     >>> parse_react("Thought: hm")[2]
     'No action found. End your turn with one line: Action: the action'
     """
+    completion = completion.rpartition("</think>")[2].partition("<think>")[0]
     marks = list(_ACTION.finditer(completion))
     before = completion[: marks[0].start()] if marks else completion
     thought = _THOUGHT.sub("", before, count=1).strip()

@@ -358,6 +358,9 @@ def _shared_chat(made: list = []) -> Chat:  # noqa: B006  hypothesis wants no fu
         ("Action: a\nb\nAction: c\nAction:", "", "", "3 actions"),
         ("Thought: x\nAction:   \n", "x", "", "empty"),
         ("Action:", "", "", "empty"),
+        ("<think>\nAction: a\nor\nAction: b\n</think>\nThought: x\nAction: b", "x", "b", ""),
+        ("Action: a\n</think>\n\nThought: x\nAction: b", "x", "b", ""),  # the template opened it
+        ("<think>\nAction: a, perhaps, or", "", "", "No action"),
     ],
 )  # fmt: skip
 def test_parsing(completion, thought, action, says):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 import model as weights
@@ -83,6 +84,33 @@ def test_only_trainable_tokens_are_projected_and_never_more_than_a_chunk_at_once
     assert head.rows == [3, 3, 2]
     logprobs.sum().backward()  # computes each chunk again instead of having kept its logits
     assert sorted(head.rows) == [2, 2, 3, 3, 3, 3]
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most numbers that any operation's output held."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(length, monkeypatch):  # BEHAVIOURS 32
+    monkeypatch.setattr(weights, "CHUNK", 16)
+    hidden, head = torch.randn(2, length, 8, requires_grad=True), nn.Linear(8, 1000, bias=False)
+    ids, mask = torch.randint(0, 1000, (2, length)), torch.ones(2, length)
+    mask[:, 0] = 0
+    with Largest() as ours:
+        token_logprobs(hidden, head, ids, mask)[0].sum().backward()
+    assert ours.numbers == max(16 * 1000, hidden.numel())  # forward, backward and all between
+    with Largest() as naive:
+        head(hidden).log_softmax(-1).gather(-1, ids[..., None]).sum().backward()
+    assert naive.numbers == 2 * length * 1000
 
 
 def test_entropy_by_hand():
@@ -425,6 +453,18 @@ def fake_checkpoints(run: Path, *names: str, whole: bool = True) -> None:
         (run / "checkpoints" / name).mkdir(parents=True)
         if whole:
             (run / "checkpoints" / name / "state.json").write_text("{}")
+
+
+def test_what_a_killed_save_left_is_cleared_away_and_nothing_else(tmp_path):
+    for name in (
+        ".step_4.part77/model.safetensors",
+        ".step_2.old77/state.json",
+        "step_2/state.json",
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    weights.clear_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_half_written_checkpoints_do_not_count(tmp_path):

@@ -271,6 +271,25 @@ def kill_servers_of(parent: int) -> None:
     assert killed == 1
 
 
+# --- what is kept ---
+
+
+def test_the_best_policy_on_dev_is_kept(tmp_path, monkeypatch):  # BEHAVIOURS 40
+    run = train.Run.__new__(train.Run)
+    run.config, run.folder, run.actor, run.tokenizer = train.Config(), tmp_path, None, None
+    run.state = {"step": 0, "best": -1.0}
+    rates = iter([0.3, 0.5, 0.4, 0.5, None, 0.6])
+    saved = []
+    monkeypatch.setattr(weights, "save_policy", lambda folder, *_: saved.append(run.state["step"]))
+    # an evaluation in which every episode failed has no success rate, and is not the best
+    results = ({} if rate is None else {"success_rate": rate} for rate in rates)
+    monkeypatch.setattr(run, "evaluate", lambda *_: next(results))
+    for step in range(1, 7):
+        run.state["step"] = step
+        run.evaluate_on_dev()
+    assert saved == [1, 2, 6] and run.state["best"] == 0.6
+
+
 # --- one rank or two ---
 
 
