@@ -38,8 +38,9 @@ import sft
 from agent import Chat, Trajectory
 from algorithms import pass_at_k
 from curriculum import seed_for
+from engines import ENGINES
 from env_server import EnvServers, parse_options
-from rollout import ENGINES, EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
+from rollout import EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ Weights: load them, shard them, score tokens with them, save them.
 Every (B, T) tensor is indexed like input_ids: entry t describes token t. The shift by one (the hidden state
 before token t predicts token t) happens here and nowhere else.
 
-Read agent.py first, rollout.py next.
+Read agent.py first, engines.py next.
 """
 
 import copy

@@ -58,6 +58,7 @@ from algorithms import (
     whiten,
 )
 from curriculum import adaptive_horizon, horizon, sample_tasks, seed_for
+from engines import ENGINES
 from evaluate import Play, find_model, open_pools, play_split, summarise, table, transcript
 from records import (
     append_lines,
@@ -69,7 +70,6 @@ from records import (
     update_metrics,
 )
 from rollout import (
-    ENGINES,
     Batch,
     Limits,
     RolloutError,

@@ -24,7 +24,8 @@ import model as weights
 import sft
 import train
 from agent import Chat, Trajectory
-from rollout import HFEngine, Limits, collate, rollout
+from engines import HFEngine
+from rollout import Limits, collate, rollout
 
 
 @dataclass(frozen=True)

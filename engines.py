@@ -1,0 +1,344 @@
+"""
+Samplers: requests in, sampled turns out.
+
+    add(key, ids, ...) ...  ->  step()  ->  [(key, sampled ids, their log-probabilities)]
+
+    HFEngine   any Hugging Face model on any device, a wave a turn, from keyed generators
+
+Both have add, step, sync, sleep and wake, and rollout.py's loop knows nothing else of them. Token ids in, token ids
+out: no text passes through here.
+
+Read model.py first, rollout.py next.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from curriculum import seed_for
+
+# --- Hugging Face ---
+
+
+class SlotCache(Cache):
+    """Keys and values of many unfinished trajectories: column j of a slot holds token j of its trajectory.
+
+    A turn's new tokens are written behind the ones already there, so nothing is ever computed twice, and a
+    slot's stale columns need no clearing: attention is masked to columns at or before the token's position.
+    `Cache` grows by concatenation, a copy of everything at every token; these buffers grow by doubling.
+    """
+
+    def __init__(self):
+        self.keys: list[Tensor] = []  # one a layer, each (slots, heads, columns, head_dim)
+        self.values: list[Tensor] = []
+        self.rows = slice(0, 0)  # the slots that the present forward pass works on
+        self.positions = torch.zeros(
+            0, 0, dtype=torch.long
+        )  # (rows, W) the column of each new token
+        self.columns = 0  # how many columns any of those rows needs
+        self.filled = 0  # how many any slot ever needed
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Called by each attention layer: store the new (rows, heads, W, D), return all (rows, heads, columns, D)."""
+        if layer_idx == len(self.keys):
+            self.keys.append(key_states[:0, :, :0])
+            self.values.append(value_states[:0, :, :0])
+        slot = torch.arange(self.rows.start, self.rows.stop, device=key_states.device)[:, None]
+        self.filled = max(self.filled, self.columns)
+        present = []
+        for buffers, new in ((self.keys, key_states), (self.values, value_states)):
+            buffers[layer_idx] = self._grown(buffers[layer_idx], new)
+            buffers[layer_idx][slot, :, self.positions] = new.transpose(1, 2)
+            present.append(buffers[layer_idx][self.rows, :, : self.columns])
+        return tuple(present)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` over slots `targets`, all at once: with the two swapped in both it is an exchange."""
+        for buffers in (self.keys, self.values):
+            for buffer in buffers:
+                used = buffer[:, :, : self.filled]
+                used[targets] = used[sources]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Part of the library's interface; positions and masks are given explicitly, so nothing hangs on it."""
+        return self.columns
+
+    def _grown(self, buffer: Tensor, new: Tensor) -> Tensor:
+        slots, heads, columns, dim = buffer.shape
+        need = (self.rows.stop, heads, self.columns, dim)
+        if need[0] <= slots and need[2] <= columns:
+            return buffer
+        shape = (
+            max(slots, need[0]),
+            heads,
+            max(2 * columns, need[2]) if need[2] > columns else columns,
+            dim,
+        )
+        grown = new.new_zeros(shape)
+        grown[:slots, :, :columns] = buffer
+        return grown
+
+
+# A wave ends when at most this share of its rows is still writing. Those go on in the next one: few completions
+# run to their limit, and a step for one row costs nearly as much as a step for ten.
+STRAGGLERS = 1 / 8
+
+
+class HFEngine:
+    """Samples with a Hugging Face model on any device, in waves.
+
+    `in_waves` asks the loop to call `step` only when no observation is on its way; `step` then samples one
+    turn for every request, in key order, each row from a generator keyed by (seed, key). So results depend
+    on the requests alone, never on which environment happened to answer first. The last few rows of a wave,
+    those with the longest turns, are not waited for: they are finished in a later one.
+
+    A key is a tuple that names the turn: (..., sample, turn). Requests that share all but its last part are
+    turns of one trajectory, and only what is new since its last turn is computed; a trajectory that makes
+    no request in a wave is over, and its slot is given away.
+
+    lm        unsharded; stop_ids end a turn
+    returns   `step`: [(key, sampled ids, their logprobs at the sampling temperature)]
+    """
+
+    in_waves = True
+
+    def __init__(
+        self, lm: PreTrainedModel, stop_ids: set[int], seed: int = 0, prefill_tokens: int = 8192
+    ):
+        self.lm, self.seed, self.prefill_tokens = lm, seed, prefill_tokens
+        self.device = lm.device
+        self.stop_ids = torch.tensor(sorted(stop_ids), device=self.device)
+        self.version = 0
+        self.waiting: dict[tuple, tuple[list[int], int, float]] = {}
+        self.begun: dict[tuple, tuple[list[int], list[float]]] = {}  # what stragglers have written
+        self.seconds = 0.0  # spent in `step`, for benchmarks and metrics
+        lm.set_attn_implementation("shared_heads")
+        self._forget()
+
+    def add(
+        self, key: tuple, ids: list[int], max_new_tokens: int, temperature: float = 1.0
+    ) -> None:
+        """Ask for a turn after `ids`. temperature 0 is greedy; its logprobs are those at temperature 1."""
+        self.waiting[key] = (ids, max_new_tokens, temperature)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[tuple, list[int], list[float]]]:
+        """Write until (nearly) every waiting request has its turn; returns those that have."""
+        if not self.waiting:
+            return []
+        started = time.perf_counter()
+        keys = self._by_slot(sorted(self.waiting))  # row i of this wave works in slot i
+        requests = [self.waiting.pop(key) for key in keys]
+        unread = [self._unread(key, ids) for key, (ids, _, _) in zip(keys, requests, strict=True)]
+        start = [len(ids) - len(new) for (ids, _, _), new in zip(requests, unread, strict=True)]
+        drawn, slots = self._write(keys, requests, self._read(unread, start))
+        self.cached, finished = {}, []
+        for key, (prompt, most, temperature), (ids, logprobs, is_finished), slot in zip(
+            keys, requests, drawn, slots, strict=True
+        ):
+            self.cached[key[:-1]] = (
+                slot,
+                prompt + ids[:-1],
+            )  # the last one was sampled, never read
+            old_ids, old_logprobs = self.begun.pop(key, ([], []))
+            turn = old_ids + ids, old_logprobs + logprobs
+            if is_finished:
+                finished.append((key, *turn))
+            else:
+                self.begun[key] = turn
+                self.waiting[key] = (prompt + ids, most - len(ids), temperature)
+        self.seconds += time.perf_counter() - started
+        return finished
+
+    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights by parameter name, and forget every key and value computed with the old ones."""
+        own = dict(self.lm.named_parameters())
+        with torch.no_grad():
+            for name, weight in named_weights:
+                if (
+                    own[name].data_ptr() != weight.data_ptr()
+                ):  # with one rank it is the trainer's own tensor
+                    own[name].copy_(weight)
+        self.version = version
+        self._forget()
+
+    def sleep(self) -> None:
+        """Give memory back for the update."""
+        self._forget()
+
+    def wake(self) -> None:
+        """Nothing to do: the weights stayed where they are."""
+
+    def _forget(self) -> None:
+        assert not self.begun, "new weights in the middle of a turn"
+        self.cache = SlotCache()
+        self.cached: dict[
+            tuple, tuple[int, list[int]]
+        ] = {}  # trajectory -> (slot, ids whose keys it holds)
+
+    def _unread(self, key: tuple, ids: list[int]) -> list[int]:
+        _, known = self.cached.get(key[:-1], (0, []))
+        new = ids[len(known) :]
+        # Nothing new where the same question is asked once more: then all of it is read again.
+        return new if new and ids[: len(known)] == known else ids
+
+    def _by_slot(self, keys: list[tuple]) -> list[tuple]:
+        """Order the wave's keys so that row i is the trajectory in slot i, without a gap.
+
+        Slots of trajectories that are over are filled from the end, new trajectories come last.
+        """
+        slot_of = {key: self.cached[key[:-1]][0] for key in keys if key[:-1] in self.cached}
+        known = sorted(slot_of, key=slot_of.get)
+        inside = {slot_of[key]: key for key in known if slot_of[key] < len(known)}
+        outside = [key for key in known if slot_of[key] >= len(known)]
+        gaps = [slot for slot in range(len(known)) if slot not in inside]
+        if gaps:
+            self.cache.move(torch.tensor([slot_of[key] for key in outside]), torch.tensor(gaps))
+        inside |= dict(zip(gaps, outside, strict=True))
+        return [inside[slot] for slot in range(len(known))] + [
+            key for key in keys if key not in slot_of
+        ]
+
+    def _read(self, unread: list[list[int]], start: list[int]) -> Tensor:
+        """Feed every row its unread tokens; returns the logits (n, V) behind each row's last one."""
+        logits, first = [], 0
+        while first < len(unread):
+            last, width = first, 0
+            while last < len(
+                unread
+            ):  # as many rows as fit the budget, padding included; at least one
+                wider = max(width, len(unread[last]))
+                if last > first and (last + 1 - first) * wider > self.prefill_tokens:
+                    break
+                last, width = last + 1, wider
+            rows = unread[first:last]
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+            begin = torch.tensor(start[first:last], device=self.device)
+            hidden = self._forward(slice(first, last), ids, begin)  # (rows, W, H)
+            ends = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+            logits.append(
+                self._logits(hidden[torch.arange(last - first, device=self.device), ends])
+            )
+            first = last
+        return torch.cat(logits)
+
+    def _write(
+        self, keys: list[tuple], requests: list[tuple], logits: Tensor
+    ) -> tuple[list[tuple[list[int], list[float], bool]], list[int]]:
+        """Sample until all rows but a few stragglers have stopped or used up their tokens.
+
+        returns   ids, logprobs and whether it is finished, for each row; each row's slot
+        """
+        n = len(keys)
+        most = torch.tensor([most for _, most, _ in requests], device=self.device)
+        temperature = torch.tensor([warmth for *_, warmth in requests], device=self.device)
+        start = torch.tensor([len(ids) for ids, _, _ in requests], device=self.device)
+        uniforms = [self._uniforms(key, int(most.max())) for key in keys]
+        uniforms = torch.stack(uniforms).to(self.device)
+        ids = torch.zeros_like(uniforms, dtype=torch.long)  # (n, tokens of the longest turn)
+        logprobs, lengths = torch.zeros_like(uniforms), torch.zeros_like(most)
+        is_finished = torch.zeros(n, dtype=torch.bool, device=self.device)
+        occupant = torch.arange(n, device=self.device)  # occupant[slot]: the row that works there
+        rows = occupant.clone()  # those worked on, in slots 0, 1, ...
+        for t in range(int(most.max())):
+            tokens, logprob = sample(logits, temperature[rows], uniforms[rows, t])
+            ids[rows, t], logprobs[rows, t] = tokens, logprob
+            lengths[~is_finished] = t + 1
+            is_finished[rows] |= torch.isin(tokens, self.stop_ids) | (t + 1 >= most[rows])
+            going = ~is_finished[rows]
+            active = int(going.sum())
+            if active <= STRAGGLERS * n:
+                break
+            if 4 * active <= 3 * len(
+                rows
+            ):  # many have stopped: move the others up, go on with those
+                front = torch.where(~going[:active])[0]
+                back = active + torch.where(going[active:])[0]
+                there, here = torch.cat([front, back]), torch.cat([back, front])
+                self.cache.move(there, here)
+                for held in (occupant, tokens):
+                    held[here] = held[there]
+                rows, tokens = occupant[:active].clone(), tokens[:active]
+            hidden = self._forward(slice(0, len(rows)), tokens[:, None], start[rows] + t)
+            logits = self._logits(hidden[:, 0])
+        drawn = [
+            (row[:length], numbers[:length], done)
+            for row, numbers, length, done in zip(
+                ids.tolist(), logprobs.tolist(), lengths.tolist(), is_finished.tolist(), strict=True
+            )
+        ]
+        return drawn, torch.argsort(occupant).tolist()
+
+    def _forward(self, rows: slice, ids: Tensor, start: Tensor) -> Tensor:
+        """One pass over slots `rows`: ids (rows, W) go to columns start, start+1, ... of each."""
+        positions = start[:, None] + torch.arange(ids.shape[1], device=self.device)  # (rows, W)
+        columns = int(positions.max()) + 1
+        self.cache.rows, self.cache.positions, self.cache.columns = rows, positions, columns
+        visible = (
+            torch.arange(columns, device=self.device) <= positions[..., None]
+        )  # (rows, W, columns)
+        out = self.lm.get_decoder()(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=visible[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return out.last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.lm.get_output_embeddings()(hidden)
+
+    def _uniforms(self, key: tuple, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed_for(self.seed, "sampling", key))
+        used = len(self.begun.get(key, ([], []))[0])  # a straggler goes on where it stopped
+        return torch.rand(used + count, generator=generator)[used:]
+
+
+def shared_heads_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """`sdpa`, three times as fast for one new token a row where query heads share their keys (GQA, MQA).
+
+    Heads that share keys become positions that share keys: the kernel reads those once, not once a head.
+    """
+    B, heads, width, dim = query.shape
+    shared = heads // key.shape[1]
+    if width > 1 or shared == 1 or attention_mask is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    folded = query.reshape(B, key.shape[1], shared, dim)
+    out = nn.functional.scaled_dot_product_attention(
+        folded, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return out.reshape(B, heads, 1, dim).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("shared_heads", shared_heads_attention)
+AttentionMaskInterface.register("shared_heads", sdpa_mask)
+
+
+# What --engine names. "auto" is the best engine that this machine has; there is one so far.
+ENGINES = {"auto": HFEngine, "hf": HFEngine}
+
+
+def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting its cumulative distribution, and score it.
+
+    logits       (n, V);  temperature (n,), 0 for the most likely token;  uniforms (n,) in [0, 1)
+    returns      tokens (n,), logprobs (n,) of the distribution really sampled, temperature applied
+    """
+    greedy = temperature == 0
+    logprobs = (logits.float() / temperature.masked_fill(greedy, 1.0)[:, None]).log_softmax(
+        -1
+    )  # (n, V)
+    cumulative = logprobs.exp().cumsum(-1)
+    # Times the sum as computed, which rounding keeps from being exactly 1: no draw falls off the end.
+    point = uniforms[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
