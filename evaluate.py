@@ -38,7 +38,7 @@ import sft
 from agent import Chat, Trajectory
 from algorithms import pass_at_k
 from curriculum import seed_for
-from engines import ENGINES
+from engines import check_engine, open_engine
 from env_server import EnvServers, parse_options
 from rollout import EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
 
@@ -54,7 +54,8 @@ class Play:
     env_token: str = ""  # what those servers want to hear
     replicas: int = 1  # server processes for each environment, where we start them
     model: str = "tiny"  # tiny (cloned from the expert first), smollm2, a folder, or a hub id
-    engine: Literal["auto", "hf"] = "auto"  # what samples
+    engine: Literal["auto", "hf", "vllm"] = "auto"  # what samples; auto: vllm where a GPU has it
+    vllm_memory: float = 0.5  # share of a GPU's memory for vLLM: its weights and its cache
     seed: int = 0
     name: str = ""  # the folder out/<name>; the next free number if empty
     # --- limits ---
@@ -74,6 +75,7 @@ class Play:
         for name, options in parse_options(self.options, self.env).items():
             envs.make(name, **options).close()  # an unknown or impossible option
         server_urls(self)
+        check_engine(self.engine)
         for field in ("max_new_tokens", "max_tokens", "max_observation_tokens", "concurrency"):
             if getattr(self, field) < 1:
                 flag = f"--{field.replace('_', '-')}"
@@ -324,7 +326,10 @@ def main(config: Config) -> None:
         lm, tokenizer = weights.load(path, weights.compute_dtype())
         weights.check_fits(lm, config.max_tokens)
         chat = Chat(tokenizer)
-        engine = ENGINES[config.engine](lm.to(weights.device()).eval(), chat.stop_ids, config.seed)
+        engine = open_engine(
+            config.engine, path, lambda: lm.to(weights.device()).eval(), chat.stop_ids, config.seed,
+            config.max_tokens, config.vllm_memory,
+        )  # fmt: skip
         pools = open_pools(config, stack)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         for max_turns in config.max_turns or (
