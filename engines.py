@@ -7,7 +7,7 @@ Samplers: requests in, sampled turns out.
     VLLMEngine   vLLM: continuous batching across turns, and a prefix cache    Kwon et al. 2023, arXiv 2309.06180
     open_engine  the one that --engine names
 
-Both have add, step, sync, sleep and wake, and rollout.py's loop knows nothing else of them. Token ids in, token ids
+Both have add, step, sync, sleep, wake and close, and rollout.py's loop knows nothing else of them. Token ids in, token ids
 out: no text passes through here.
 
 Read model.py first, rollout.py next.
@@ -178,6 +178,9 @@ class HFEngine:
 
     def wake(self) -> None:
         """Nothing to do: the weights stayed where they are."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     def _forget(self) -> None:
         assert not self.begun, "new weights in the middle of a turn"
@@ -375,7 +378,8 @@ class VLLMEngine:
     ):
         # In this process weights pass by reference; in another one they would go through a pipe.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # At each sync it warns of layers that got no weights: those that have none, and a tied head.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the GPU's share is `memory`
         from flask import Flask
         from vllm import LLM, SamplingParams
@@ -387,7 +391,6 @@ class VLLMEngine:
         with Flask(__name__).test_request_context():
             self.llm = LLM(
                 model=path,
-                skip_tokenizer_init=True,  # ids in, ids out
                 dtype="bfloat16" if self.on_gpu else "float32",
                 max_model_len=max_tokens,
                 seed=seed,
@@ -455,6 +458,10 @@ class VLLMEngine:
         """Take the memory again; the weights are the old ones until `sync`."""
         if self.on_gpu:
             self.llm.wake_up()
+
+    def close(self) -> None:
+        """End vLLM, and with it this process's groups: it takes torch.distributed for its own. Collective."""
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 def _repack_head(model: nn.Module) -> None:

@@ -330,6 +330,7 @@ def main(config: Config) -> None:
             config.engine, path, lambda: lm.to(weights.device()).eval(), chat.stop_ids, config.seed,
             config.max_tokens, config.vllm_memory,
         )  # fmt: skip
+        stack.callback(engine.close)
         pools = open_pools(config, stack)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         for max_turns in config.max_turns or (

@@ -257,7 +257,8 @@ def distributed():
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # vLLM, where it was used, has ended it already
+            dist.destroy_process_group()
 
 
 def local_rank() -> int:

@@ -436,6 +436,7 @@ class Run:
         checkpoint = weights.on_rank_0(lambda: resume_point(config))
         start = find_model(config)
         self.load_policy(start, checkpoint)
+        stack.callback(self.engine.close)
         self.state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
         if checkpoint:
             self.state = weights.load_training_state(checkpoint, self.optimizers, self.modules)

@@ -31,7 +31,7 @@ def sampler(request, tmp_path_factory, tokenizer):
     tokenizer.save_pretrained(folder)
     engine = VLLMEngine(str(folder), {5}, seed=1, max_tokens=256)
     yield engine, lm
-    del engine.llm
+    engine.close()
 
 
 def finish(engine) -> dict:
