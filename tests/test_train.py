@@ -23,7 +23,8 @@ import records
 import sft
 import train
 from agent import Trajectory, Turn
-from rollout import collate
+from engines import HFEngine
+from rollout import RolloutError, collate
 
 ROOT = Path(__file__).parents[1]
 # One thread and the smallest model that still runs: these tests are about the loop, not about learning.
@@ -269,6 +270,28 @@ def kill_servers_of(parent: int) -> None:
             os.kill(int(folder.name), signal.SIGKILL)
             killed += 1
     assert killed == 1
+
+
+# --- the sampler has the trainer's weights ---
+
+
+def test_a_sampler_that_missed_an_update_stops_the_run(make_lm, chat, one_rank):  # BEHAVIOURS 30
+    class Deaf(HFEngine):
+        def sync(self, named_weights, version):
+            self._forget()
+
+    run = train.Run.__new__(train.Run)
+    run.chat, run.actor = chat, weights.Actor(make_lm())
+    for engine in (HFEngine, Deaf):
+        run.engine = engine(make_lm(), chat.stop_ids)
+        assert run.sync(1) < 1e-4  # the same weights to start with
+    with torch.no_grad():
+        for parameter in run.actor.parameters():
+            parameter += 0.1 * torch.ones_like(parameter).cumsum(0).sin()
+    with pytest.raises(RolloutError, match="version 2.*does not sample from the trained weights"):
+        run.sync(2)
+    run.engine = HFEngine(make_lm(), chat.stop_ids)
+    assert run.sync(3) < 1e-4
 
 
 # --- what is kept ---
