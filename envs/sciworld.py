@@ -494,8 +494,7 @@ class SciWorld(gym.Env):
             return "The task is over.", 0.0, True, False, self._info(is_invalid=True)
         if len(action) > MAX_LENGTH:
             return f"An action has at most {MAX_LENGTH} characters.", *self._nothing()
-        words = "".join(c if " " <= c <= "~" else " " for c in action.lower())
-        action = " ".join(words.split()).rstrip(" .")
+        action = normal(action)
         if self._choices and not (action.isdigit() and int(action) < self._choices):
             self._world.step("no number")  # clears the menu, and nothing happens
             self._choices = 0
@@ -548,7 +547,7 @@ class SciWorld(gym.Env):
         done = seen = 0  # how much of the solution, and of the history
         while not self._over and self._history is task:
             for action in self._history[seen:]:
-                done += done < len(steps) and action == steps[done]
+                done += done < len(steps) and action == normal(steps[done])
             seen = len(self._history)
             if done == len(steps):
                 return
@@ -562,6 +561,12 @@ class SciWorld(gym.Env):
                 yield thought_and(steps[done])
             else:
                 done += 1  # it would change nothing
+
+
+def normal(action: str) -> str:
+    """Lower case, single blanks, no full stop, nothing but ASCII: case means nothing to the simulator."""
+    words = "".join(c if " " <= c <= "~" else " " for c in action.lower())
+    return " ".join(words.split()).rstrip(" .")
 
 
 def thought_and(action: str) -> tuple[str, str]:
