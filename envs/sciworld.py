@@ -277,6 +277,11 @@ class World:
                 raise RuntimeError(f"ScienceWorld failed on {action!r}: {reply}")
         return tidy(reply), round(100 * float(score)), over == "true"
 
+    def cancel_menu(self) -> None:
+        """Any other text would do so too, but let a moment pass."""
+        with self.entered():
+            self.game.inputParser().clearAmbiguousState()
+
     def solution(self) -> list[str]:
         with self.entered():
             join = self.jvm.gateway.jvm.java.lang.String.join
@@ -496,8 +501,8 @@ class SciWorld(gym.Env):
             return f"An action has at most {MAX_LENGTH} characters.", *self._nothing()
         action = normal(action)
         if self._choices and not (action.isdigit() and int(action) < self._choices):
-            self._world.step("no number")  # clears the menu, and nothing happens
             self._choices = 0
+            self._world.cancel_menu()
             return "That is not a number of the list. The action is cancelled.", *self._nothing()
         if not action:
             return UNKNOWN, *self._nothing()
