@@ -183,7 +183,14 @@ class Jvm:
         java.lang.System.setOut(java.io.PrintStream(java.io.OutputStream.nullOutputStream()))
         self.owned = [java.lang.Class.forName(name) for name in OWNED]
         self.fields = [owned.getField("MODULE$") for owned in self.owned]
+        self.spare_dice = self.make(self.owned[0])
         self._prepare_searches()
+
+    def make(self, owned):
+        """One more of a Scala singleton; its constructor puts it into the place of the last."""
+        (constructor,) = owned.getDeclaredConstructors()
+        constructor.setAccessible(True)
+        return constructor.newInstance(self.gateway.new_array(self.gateway.jvm.java.lang.Object, 0))
 
     def _prepare_searches(self) -> None:
         """Give the simulator's own solver its walks through the house.
@@ -227,14 +234,9 @@ class World:
 
     def __init__(self, jvm: Jvm):
         self.jvm = jvm
-        nothing = jvm.gateway.new_array(jvm.gateway.jvm.java.lang.Object, 0)
         with jvm.lock:
             jvm.inside = self
-            self._singletons = []
-            for owned in jvm.owned:  # a Scala singleton's constructor puts it into its place
-                (constructor,) = owned.getDeclaredConstructors()
-                constructor.setAccessible(True)
-                self._singletons.append(constructor.newInstance(nothing))
+            self._singletons = [jvm.make(owned) for owned in jvm.owned]
             self.interface = jvm.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
         self.game = None
 
@@ -288,10 +290,20 @@ class World:
             return join("\n", self.interface.getGoldActionSequence()).splitlines()
 
     def valid_actions(self) -> list[str]:
-        """All the simulator can think of, hundreds, with numbers where a menu waits for one."""
+        """All the simulator can think of, hundreds; the numbers, where a menu waits for one.
+
+        It throws dice to choose names for things that are called alike. Asking must not change what
+        happens next, so it gets other dice.
+        """
+        dice, field = self._singletons[0], self.jvm.fields[0]
         with self.entered():
             join = self.jvm.gateway.jvm.java.lang.String.join
-            return join("\n", self.interface.getValidActionObjectCombinations()).splitlines()
+            self.jvm.spare_dice.setSeed(0)
+            field.set(None, self.jvm.spare_dice)
+            try:
+                return join("\n", self.interface.getValidActionObjectCombinations()).splitlines()
+            finally:
+                field.set(None, dice)
 
     def room(self) -> str:
         with self.entered():

@@ -345,6 +345,12 @@ def test_games_have_their_own_dice_and_counters(monkeypatch, is_control):
     assert (drawn == expected) != is_control
 
 
+def test_asking_what_is_possible_throws_none_of_the_games_dice():
+    asked, silent = start("boil/2"), start("boil/2")
+    assert len(asked._world.valid_actions()) > 100
+    assert [d for d, _ in draw(asked._world, 3)] == [d for d, _ in draw(silent._world, 3)]
+
+
 def is_running(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
