@@ -198,9 +198,7 @@ def test_available_actions_do_no_harm():
     env = start()
     play(env, *PLAY[:2])
     actions = env.available_actions()
-    assert {"look around", "inventory", "look at thermometer", "open door to hallway"} <= set(
-        actions
-    )
+    assert {"look around", "inventory", "look at thermometer", "go to hallway"} <= set(actions)
     assert not any(action.startswith(("focus", "move", "eat", "pour")) for action in actions)
 
 
@@ -215,7 +213,8 @@ def test_simplifications():
         "invalid"
     ]  # another's simplifications are not ours
     assert env.step("teleport to kitchen")[0] == "You teleport to the kitchen."
-    assert start(simplifications=",".join(SIMPLIFICATIONS)).step("teleport to kitchen")[1] >= 0
+    several = ",".join(s for s in SIMPLIFICATIONS if s != "noElectricalAction")
+    assert start(simplifications=several).step("teleport to kitchen")[0].startswith("You teleport")
 
 
 def test_easy_means_what_the_simulator_says():
@@ -243,8 +242,7 @@ def test_the_house_is_the_simulators():
 
 def test_all_say_the_same_words():
     """Every verb that the simulator knows is in the instructions, "reset task" apart."""
-    start()
-    for action in World(running_jvm()).interface.getPossibleActions():
+    for action in start()._world.interface.getPossibleActions():
         verb = action.split(" OBJ")[0]
         assert verb in SciWorld.instructions or verb == "reset task", verb
 
