@@ -678,8 +678,8 @@ class SearchQA(gym.Env):
     Estonia: The capital of Estonia is Tallinn.
     Estonia: The continent of Estonia is Europe.
     Haabersti: The country of Haabersti is Estonia.
-    >>> env.step("answer Tallinn, Estonia")  # near, but neither the answer nor a first try
-    ('Your answer is taken.', 0.0, True, False, {'success': False, 'invalid': False, 'f1': 0.666...})
+    >>> env.step("answer Tallinn, of course!")  # near, but not it, and that was the only try
+    ('Your answer is taken.', 0.0, True, False, {'success': False, 'invalid': False, 'f1': 0.5})
     """
 
     instructions = (
