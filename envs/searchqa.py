@@ -824,9 +824,7 @@ class SearchQA(gym.Env):
 
 def split_action(action: str) -> tuple[str, str]:
     """("search", "capital of Iceland"); the verb in any case, a colon after it is forgiven."""
-    verb, _, text = (
-        (action[: 2 * MAX_LENGTH] if len(action) < MAX_LENGTH else action).strip().partition(" ")
-    )
+    verb, text = [*action.split(maxsplit=1), "", ""][:2]
     return verb.lower().rstrip(":"), text.strip()
 
 

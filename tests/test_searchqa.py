@@ -1,0 +1,464 @@
+"""
+SearchQA's grader against adversaries, and its bundled questions against its own corpus.
+
+That answers are unique, that no hop can be skipped and that splits share no entity is checked here
+from the passages as they are, not from how they were made. What every environment must do is in
+test_envs.py.
+"""
+
+import itertools
+import json
+import random
+import re
+import string
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import envs
+from env_server import EnvClient, EnvError, RemoteEpisode, create_app, make_server
+from envs import searchqa
+from envs.searchqa import (
+    CLASSES,
+    KIND,
+    SPLITS,
+    Bm25,
+    Fact,
+    RetrieverError,
+    SearchQA,
+    exact_match,
+    f1,
+    normalise,
+    terms,
+    world,
+)
+
+QUESTIONS = [question for split in SPLITS for question in world().questions[split]]
+
+
+def play(env: SearchQA, task: str) -> list[tuple]:
+    env.reset(options={"task": task})
+    return [(thought, action, *env.step(action)) for thought, action in env.expert()]
+
+
+# --- comparing answers ---
+
+
+def squad(text: str) -> str:
+    """The usual normalisation as everybody has it, written down a second time."""
+    text = "".join(char for char in text.lower() if char not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+@given(st.text(st.sampled_from(string.printable), max_size=40) | st.lists(
+    st.sampled_from(["the", "The", "a", "An", "Tallinn", "U.S.", "3.14", "1,000", "-", "$5", "A."])
+).map(" ".join))  # fmt: skip
+def test_on_ascii_it_is_the_usual_normalisation(text):
+    if squad(text):  # what would be left with nothing is the documented exception
+        assert normalise(text) == squad(text)
+
+
+def test_normalise_by_hand():
+    for text, expected in {
+        "The Netherlands": "netherlands",
+        "  new\tyork,\nNY. ": "new york ny",
+        "118,918": "118918",
+        "1,234.5": "12345",  # the usual rule, for better or worse: no answer of ours has a point
+        ".is": "is",
+        "theatre an-a": "theatre ana",
+        "“Côte d’Ivoire”": "côte divoire",  # curly quotes are punctuation too
+        "Ｆｕｌｌ ｗｉｄｔｈ": "full width",
+        "ﬁve": "five",
+        "STRASSE ẞ": "strasse ss",
+        "Co\u0302te": "côte",  # composed and decomposed are one
+        "Tal\u200blinn\ufeff": "tallinn",  # invisible
+        "Tallinn\u00a0\u2003city\u2028": "tallinn city",
+        "東京。": "東京",
+        "the the": "the the",  # not nothing
+        "A": "a",
+        "!?": "",
+        "": "",
+    }.items():
+        assert normalise(text) == expected, text
+
+
+ADVERSARIES = [
+    *(
+        "",
+        " ",
+        ".",
+        "!!!",
+        "the",
+        "the the",
+        "a an the",
+        "\x00",
+        "\x00\x01\x7f",
+        "\u200b",
+        "\ud800",
+    ),
+    *("Tallin", "Tallinnn", "Tal linn", "T a l l i n n", "nnillaT", "Таllinn"),  # Cyrillic Ta
+    *(
+        "Tallinn or Riga",
+        "Tallinn, Riga, Vilnius",
+        "Tallinn\nRiga",
+        "Tallinn\x00Riga",
+        "Tallinn|Riga",
+    ),
+    *("Tallinn Tallinn", "not Tallinn", "Tallinn is the capital of Estonia", "Tallinn" * 1000),
+    *("Estonia: The capital of Estonia is Tallinn.", "The capital of Estonia is Tallinn."),
+    *(
+        "*",
+        ".*",
+        "%s",
+        "{}",
+        "None",
+        "null",
+        "True",
+        "golden_answers",
+        "success",
+        "[Tallinn, Riga]",
+    ),
+    *("Tallinn " + "x" * 10_000, "x " * 200_000, "\ufdfa" * 100_000, "𝕿" * 300_000),
+]
+
+
+@pytest.mark.parametrize("answer", ADVERSARIES, ids=lambda text: ascii(text[:30]))
+def test_an_adversarial_answer_is_wrong_and_the_last(answer):
+    env = SearchQA()
+    env.reset(options={"task": "2hop/capital-of-country-with-calling-code/372"})
+    start = time.monotonic()
+    observation, reward, terminated, truncated, info = env.step(f"answer {answer}")
+    assert time.monotonic() - start < 0.5
+    assert (reward, terminated, truncated, info["success"]) == (0.0, True, False, False)
+    assert 0.0 <= info["f1"] < 1.0
+    assert observation == "Your answer is taken."
+    # and there is no way to try again
+    observation, reward, terminated, _, info = env.step("answer Tallinn")
+    assert (reward, terminated, info["success"], info["invalid"]) == (0.0, True, False, True)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        *(
+            "answer Tallinn",
+            "ANSWER tallinn",
+            "Answer: Tallinn.",
+            "answer   the Tallinn!",
+            "answer\tTallinn",
+        ),
+        *(
+            ' answer "Tallinn" ',
+            "answer Tal\u200blinn",
+            "answer Ｔａｌｌｉｎｎ",
+            "answer TALLINN\n",
+        ),
+    ],
+)
+def test_a_right_answer_may_be_dressed(action):
+    env = SearchQA()
+    env.reset(options={"task": "2hop/capital-of-country-with-calling-code/372"})
+    assert env.step(action) == (
+        *("Your answer is taken.", 1.0, True, False),
+        {"success": True, "invalid": False, "f1": 1.0},
+    )
+
+
+def test_nothing_shown_tells_right_from_wrong():
+    """The observations of a right and a wrong answer are the same, so no oracle."""
+    seen = set()
+    for answer in ("Tallinn", "Riga"):
+        env = SearchQA()
+        env.reset(options={"task": "2hop/capital-of-country-with-calling-code/372"})
+        seen.add((env.step(f"answer {answer}")[0], env.step("search Estonia")[0]))
+    assert len(seen) == 1
+
+
+def test_numbers_with_separators():
+    golden = ["118,918"]
+    for answer in ("118,918", "118918", "118,918.", "118’918"):
+        assert exact_match(answer, golden), answer
+    for answer in ("118 918", "118", "918", "118,919", "0118918", "118,918 people", "1.18e5"):
+        assert not exact_match(answer, golden), answer
+
+
+def test_no_bundled_answer_depends_on_what_normalising_throws_away():
+    for question in QUESTIONS:
+        (answer,) = question.golden
+        assert normalise(answer) and not re.search(r"\d\.\d", answer)
+        assert exact_match(answer, question.golden) and f1(answer, question.golden) == 1.0
+
+
+def test_any_golden_answer_will_do():
+    golden = ["New York City", "NYC"]
+    assert exact_match("nyc", golden) and not exact_match("nyc new york city", golden)
+    assert not exact_match("", [""]) and not exact_match("?", ["!"])  # nothing equals nothing
+    assert exact_match("the the", ["The The"]) and not exact_match("a", ["the"])
+    assert exact_match("A", ["a"])  # vitamin A
+
+
+def test_f1_by_hand():
+    for answer, golden, expected in [
+        ("Tallinn", ["Tallinn"], 1.0),
+        ("the old Tallinn", ["Tallinn"], 2 / 3),
+        ("Tallinn Tallinn", ["Tallinn"], 2 / 3),  # the second one has no partner
+        ("New York", ["York New City"], 0.8),  # 2 of 2 and 2 of 3
+        ("NYC", ["New York City", "N.Y.C."], 1.0),  # the nearest
+        ("Riga", ["Tallinn"], 0.0),
+        ("", ["Tallinn"], 0.0),
+        ("!", ["?"], 0.0),
+    ]:
+        assert f1(answer, golden) == pytest.approx(expected), (answer, golden)
+
+
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_match_and_f1_agree(answer, gold):
+    assert exact_match(answer, [gold]) == exact_match(gold, [answer])
+    assert f1(answer, [gold]) == f1(gold, [answer])
+    if exact_match(answer, [gold]):
+        assert f1(answer, [gold]) == 1.0
+    assert normalise(normalise(answer)) == normalise(answer)
+
+
+# --- the bundled world, from its passages alone ---
+
+SENTENCE = re.compile(
+    r"(?P<subject>.+): The (?P<relation>[A-Za-z ]+?) of (?P=subject) is (?P<value>.+?)( \(GeoNames\))?\."
+)
+
+
+@cache
+def parsed() -> list[tuple[str, str, str]]:
+    """(relation, subject, value) of every passage, read back from its text."""
+    matches = [SENTENCE.fullmatch(passage) for passage in world().passages]
+    return [match.group("relation", "subject", "value") for match in matches]
+
+
+@cache
+def places() -> dict[str, set[int]]:
+    """In which passages each word occurs."""
+    found = defaultdict(set)
+    for index, passage in enumerate(world().passages):
+        for word in terms(passage):
+            found[word].add(index)
+    return found
+
+
+def passages_with(*names: str) -> set[int]:
+    """Passages in which all these names occur in full, as they are written: AND is Andorra."""
+    words = [word for name in names for word in terms(name)]
+    candidates = set.intersection(*(places()[word] for word in words))
+    patterns = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in names]
+    return {i for i in candidates if all(found.search(world().passages[i]) for found in patterns)}
+
+
+def test_passages_are_short_regular_and_thousands():
+    assert len(set(world().passages)) == len(world().passages) > 5000
+    assert list(world().passages) == sorted(world().passages)
+    assert {relation for relation, _, _ in parsed()} == set(KIND)
+    for passage in world().passages:
+        assert passage.isascii() and len(passage) <= 130, passage
+        # what a title says once counts once in the index, so passages stay comparable
+        assert len(searchqa.indexed(passage)) <= 20
+
+
+def test_facts_that_anyone_can_check():
+    facts = set(parsed())
+    for fact in [
+        ("capital", "Estonia", "Tallinn"),
+        ("capital", "Brazil", "Brasilia"),
+        ("calling code", "France", "33"),
+        ("internet domain", "Iceland", ".is"),
+        ("ISO code", "Germany", "DEU"),
+        ("currency code", "Japan", "JPY"),
+        ("continent", "Peru", "South America"),
+        ("country", "Marseille", "France"),
+        ("symbol", "iron", "Fe"),
+        ("atomic number", "gold", "79"),
+        ("crystal structure", "copper", "face-centred cubic"),
+    ]:
+        assert fact in facts
+    subjects = Counter((relation, subject) for relation, subject, _ in facts)
+    assert set(subjects.values()) == {1}  # each thing has one capital, one country, ...
+    known = {(subject, relation): value for relation, subject, value in facts}
+    for subject, relation in [
+        ("Bulgaria", "currency code"),  # the euro since 2026, and both packages say BGN
+        ("Kazakhstan", "capital"),  # both say Nur-Sultan, which is Astana again
+        ("Bolivia", "capital"),
+    ]:
+        assert (subject, relation) not in known
+
+
+def test_every_kind_of_thing_has_its_own_names():
+    kinds = defaultdict(set)
+    for relation, subject, value in parsed():
+        kinds[" ".join(terms(subject))].add(KIND[relation])
+        if relation == "capital":
+            kinds[" ".join(terms(value))].add("city")
+    shared = {name for name, found in kinds.items() if len(found) > 1}
+    hops = [hop for question in QUESTIONS for hop in question.hops]
+    cities = {hop.fact.value for hop in hops if hop.fact.relation == "capital"}
+    cities |= {hop.fact.subject for hop in hops if KIND[hop.fact.relation] == "city"}
+    # Capitals named like their country: no question goes through them.
+    assert "singapore" in shared and not shared & {" ".join(terms(city)) for city in cities}
+
+
+def test_answers_are_unique():
+    """Following the words of a question through the passages leads to its golden answer alone."""
+    forward, backward = defaultdict(set), defaultdict(set)
+    for relation, subject, value in parsed():
+        forward[relation, subject].add(value)
+        backward[relation, value].add(subject)
+    for question in QUESTIONS:
+        names = {question.hops[0].known}
+        for hop in question.hops:
+            table = backward if hop.is_reverse else forward
+            names = {found for name in names for found in table[hop.fact.relation, name]}
+        assert names == set(question.golden), question.task
+
+
+def test_questions_say_what_they_ask():
+    """The text, read by a grammar of its own, names the start and the relations in order."""
+    for question in QUESTIONS:
+        phrase = re.fullmatch(r"(?:What is|Find|Name|I want to know) the (.+)[.?]", question.text)[
+            1
+        ]
+        relations = []
+        while True:
+            if match := re.fullmatch(r"(country|element) whose ([A-Za-z ]+?) is (.+)", phrase):
+                relations.append((match[2], True))
+                phrase = match[3]
+            elif match := re.fullmatch(r"country where (.+) lies", phrase):
+                relations.append(("country", False))
+                phrase = match[1]
+            elif match := re.fullmatch(r"([A-Za-z ]+?) of (?:the )?(.+)", phrase):
+                if match[1] not in KIND:
+                    break
+                relations.append((match[1], False))
+                phrase = match[2]
+            else:
+                break
+        assert phrase == question.hops[0].known, question.text
+        assert relations[::-1] == [(h.fact.relation, h.is_reverse) for h in question.hops]
+
+
+def test_no_passage_lets_one_skip_a_hop():
+    """Only neighbours on the way ever stand together in a passage, so every hop is a search."""
+    for question in QUESTIONS:
+        names = [question.hops[0].known, *(hop.found for hop in question.hops)]
+        for i, j in itertools.combinations(range(len(names)), 2):
+            if j - i > 1:
+                assert not passages_with(names[i], names[j]), question.task
+        for hop in question.hops:  # and each hop has its passage
+            assert passages_with(hop.known, hop.found)
+
+
+def test_searching_for_the_question_itself_is_not_enough():
+    """For two and three hops the answer hardly ever turns up among what a lazy agent would read."""
+    engine = Bm25(world().passages)
+    found = Counter()
+    for question in world().questions["test"]:
+        shown = " ".join(normalise(line) for line in engine.search(question.text, 3))
+        found[question.category] += f" {normalise(question.golden[0])} " in f" {shown} "
+    assert found["1-hop"] >= 0.9 * 200
+    assert found["2-hop"] + found["3-hop"] <= 0.05 * 400, found
+
+
+def test_splits_share_no_entity():
+    """Neither names, nor what lies between, nor answers: but for classes and numbers."""
+
+    def entities(split: str) -> set[str]:
+        names = set()
+        for question in world().questions[split]:
+            for hop in question.hops:
+                names.add((KIND[hop.fact.relation], hop.fact.subject))
+                if hop.fact.relation not in (*CLASSES, "population"):
+                    kind = {"capital": "city", "country": "country"}.get(hop.fact.relation)
+                    names.add((kind or hop.fact.relation, hop.fact.value))
+                elif hop.is_reverse:  # a currency that stands for a country
+                    names.add((hop.fact.relation, hop.fact.value))
+        return names
+
+    for one, other in itertools.combinations(SPLITS, 2):
+        common = entities(one) & entities(other)
+        assert {kind for kind, _ in common} <= {"calling code"}, common
+        assert len(common) <= 2, common  # 1, of the United States and Canada; 47 and the like
+
+
+def test_splits_share_no_name_in_their_texts():
+    """The same from the words: what a test question says by name, no train question says."""
+    names = {}
+    for split in SPLITS:
+        texts = world().questions[split]
+        names[split] = {q.hops[0].known for q in texts if not q.hops[0].known.isdigit()}
+        names[split] |= {
+            answer for q in texts for answer in q.golden
+            if q.hops[-1].fact.relation not in CLASSES and not re.fullmatch(r"[\d,]+", answer)
+        }  # fmt: skip
+    assert not names["train"] & names["test"]
+    assert not names["train"] & names["dev"]
+    assert not names["dev"] & names["test"]
+
+
+def test_numbers_of_tasks():
+    for split, least in {"train": 1000, "dev": 100, "test": 200}.items():
+        count = Counter(question.category for question in world().questions[split])
+        assert set(count) == {"1-hop", "2-hop", "3-hop"} and min(count.values()) >= least
+    for split in SPLITS:  # the first fifty are a fair sample
+        first = world().questions[split][:59]
+        assert len({question.task.rpartition("/")[0] for question in first}) >= 55
+
+
+def test_every_bundled_task_is_solved_by_the_expert():
+    """All of them: two, three or four turns, each search finding its passage among the first three."""
+    env = SearchQA()
+    for split in SPLITS:
+        for task in env.tasks(split):
+            turns = play(env, task)
+            assert turns[-1][-1]["success"], task
+            assert len(turns) == int(task[0]) + 1, task
+            for thought, action, *_ in turns:
+                name = action.split(maxsplit=1)[1]
+                assert name in thought, (thought, action)  # said before it is done
+
+
+def test_hops_restricts_tasks():
+    whole = SearchQA()
+    assert len(whole.tasks("test")) == 600
+    for hops, allowed in {"1": "1", 2: "2", "1,3": "13", "3,2,1": "123"}.items():
+        env = SearchQA(hops=hops)
+        for split in SPLITS:
+            expected = [task for task in whole.tasks(split) if task[0] in allowed]
+            assert env.tasks(split) == expected
+    with pytest.raises(ValueError, match="2hop/capital-of-country-with-calling-code/372"):
+        SearchQA(hops=1).category("2hop/capital-of-country-with-calling-code/372")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hops": "4"}, "hops must be"), ({"hops": ""}, "hops must be"), ({"hops": "1,"}, "hops must"),
+        ({"hops": "one"}, "'one'"), ({"topk": "0"}, "topk must be"), ({"topk": "21"}, "topk must"),
+        ({"topk": "³"}, "topk must"), ({"topk": "3.0"}, "topk"), ({"topk": True}, "topk"),
+        ({"corpus": "c.jsonl"}, "questions"), ({"questions": "q.jsonl"}, "corpus or retriever"),
+        ({"corpus": "c", "questions": "q", "retriever": "http://h/retrieve"}, "retriever"),
+        ({"retriever": "localhost:8000"}, "http://"), ({"retriever": "ftp://h"}, "http://"),
+        ({"retriever": "http://h/retrieve", "timeout": "0"}, "timeout"),
+        ({"retriever": "http://h/retrieve", "timeout": "soon"}, "timeout"),
+        ({"retriever": "http://h/retrieve", "timeout": "nan"}, "timeout"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_one_sentence(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        SearchQA(**options)
+    assert "\n" not in str(error.value)
