@@ -25,7 +25,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import envs
 from env_server import EnvClient, EnvError, RemoteEpisode, create_app, make_server
 from envs import searchqa
 from envs.searchqa import (
@@ -33,7 +32,6 @@ from envs.searchqa import (
     KIND,
     SPLITS,
     Bm25,
-    Fact,
     RetrieverError,
     SearchQA,
     exact_match,
@@ -462,3 +460,424 @@ def test_a_wrong_option_is_one_sentence(options, message):
     with pytest.raises(ValueError, match=message) as error:
         SearchQA(**options)
     assert "\n" not in str(error.value)
+
+
+# --- search ---
+
+
+def test_search_by_hand():
+    engine = Bm25(
+        (
+            "Iceland: The capital of Iceland is Reykjavik.",
+            "Iceland: The continent of Iceland is Europe.",
+            "Curaçao: The internet domain of Curaçao is .cw.",
+            "Akureyri: The population of Akureyri is 19,219 (GeoNames).",
+        )
+    )
+    for query, best in {
+        "capital of Iceland": 0,
+        "CAPITAL, ICELAND?": 0,
+        "europe": 1,
+        "curacao": 2,  # no accent needed
+        "Curaçao": 2,
+        ".cw": 2,
+        "19219": 3,
+        "19,219": 3,
+    }.items():
+        assert engine.search(query, 1) == [engine.passages[best]], query
+    assert len(engine.search("the", 20)) == 4  # asks for more than there are
+    for query in ("", "?!", "cw", "zzz", "東京"):  # the domain is .cw, and no word is
+        assert engine.search(query, 3) == []
+    # Equals are told apart by their place in the corpus.
+    twins = Bm25(tuple(f"Town {i}: It is small." for i in range(50)))
+    assert twins.search("small", 3) == list(twins.passages[:3])
+
+
+@given(st.lists(st.sampled_from("red green blue small large old new".split()), max_size=6))
+@settings(max_examples=50)
+def test_the_best_are_those_of_a_full_sort(words):
+    chance = random.Random(7)
+    vocabulary = "red green blue small large old new house tree".split()
+    passages = tuple(" ".join(chance.choices(vocabulary, k=6)) for _ in range(200))
+    engine, query = full_engine(passages), " ".join(words)
+    scores = engine._index.get_scores(terms(query)).round(3) if words else [0.0] * 200
+    ranked = sorted((-score, index) for index, score in enumerate(scores) if score > 0)
+    for topk in (1, 3, 20):
+        assert engine.search(query, topk) == [passages[i] for _, i in ranked[:topk]]
+
+
+full_engine = cache(Bm25)
+
+
+def test_one_index_serves_the_whole_process():
+    """Thirty-two threads want it at once, and it is made once."""
+    searchqa.load_engine.cache_clear()
+    envs_ = [SearchQA(hops="1") for _ in range(32)]
+    for env in envs_:
+        env.reset(seed=0)
+    with ThreadPoolExecutor(32) as pool:
+        shown = set(pool.map(lambda env: env.step("search capital of Estonia")[0], envs_))
+    assert len(shown) == 1 and searchqa.load_engine.cache_info().misses == 1
+
+
+def test_topk_is_how_many_passages_come_back():
+    for topk in (1, 2, "5", 20):
+        env = SearchQA(topk=topk)
+        env.reset(seed=0)
+        assert len(env.step("search capital")[0].splitlines()) == int(topk)
+
+
+@pytest.mark.parametrize(
+    "action",
+    ["search", "search ", "search ?!", "look Estonia", "Tallinn", "search " + "x" * 1001, ""],
+)
+def test_what_is_neither_search_nor_answer_changes_nothing(action):
+    env = SearchQA()
+    env.reset(options={"task": "2hop/capital-of-country-with-calling-code/372"})
+    before = env.available_actions()
+    observation, reward, terminated, _, info = env.step(action)
+    assert (reward, terminated, info["invalid"], info["success"]) == (0.0, False, True, False)
+    assert "search <query>" in observation and "answer <text>" in observation
+    assert env.available_actions() == before
+
+
+def test_a_search_without_result_is_no_mistake():
+    env = SearchQA()
+    env.reset(seed=0)
+    observation, *_, info = env.step("search qqqq")
+    assert observation == "No passage matches." and not info["invalid"]
+
+
+def test_step_before_reset_is_the_callers_mistake():
+    with pytest.raises(ValueError, match="reset"):
+        SearchQA().step("search Estonia")
+    assert SearchQA().available_actions() == [] and list(SearchQA().expert()) == []
+
+
+# --- your own files ---
+
+CORPUS = [
+    {"id": "0", "title": "Loch Ness", "text": "Loch Ness is a lake\nin Scotland, 37 km long."},
+    {"id": "1", "contents": '"Ben Nevis"\nBen Nevis is the highest mountain of Scotland.'},
+    {"id": "2", "title": "", "text": "Whisky is made of barley."},
+    {"id": "3", "title": None, "text": "Half a pair \ud800 hurts no one."},
+]
+ASKED = [
+    {
+        "id": "nq_1",
+        "question": "how long is loch ness",
+        "golden_answers": ["37 km", "37 kilometres"],
+    },
+    {
+        "question": "What is whisky\nmade of?",
+        "golden_answers": ["barley"],
+        "metadata": {"type": "food"},
+    },
+]
+
+
+def write(path: Path, lines: list) -> str:
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
+    return str(path)
+
+
+@pytest.fixture
+def own(tmp_path) -> dict[str, str]:
+    return {
+        "corpus": write(tmp_path / "corpus.jsonl", CORPUS),
+        "questions": write(tmp_path / "asked.jsonl", ["", *ASKED, ""]),
+    }
+
+
+def test_own_corpus_and_questions(own):
+    env = SearchQA(**own)
+    tasks = [task for split in SPLITS for task in env.tasks(split)]
+    assert sorted(tasks) == ["asked/3", "nq_1"]  # an id of its own, or file and line
+    observation, info = env.reset(options={"task": "nq_1"})
+    assert observation == "Question: how long is loch ness" and info["category"] == "question"
+    assert (
+        env.step("search Loch Ness")[0] == "Loch Ness: Loch Ness is a lake in Scotland, 37 km long."
+    )
+    assert env.step("answer 37 kilometres")[-1]["success"]
+    observation, info = env.reset(options={"task": "asked/3"})
+    assert observation == "Question: What is whisky made of?" and info["category"] == "food"
+    assert env.step("search highest mountain")[0].startswith("Ben Nevis: Ben Nevis is the highest")
+    env.step("search pair")[0].encode()  # what can't be sent has become a question mark
+    assert env.step("search whisky")[0] == "Whisky is made of barley."
+    assert not env.step("answer rye")[-1]["success"]
+
+
+def test_own_questions_have_no_expert_and_say_so(own):
+    env = SearchQA(**own)
+    env.reset(options={"task": "nq_1"})
+    assert env.available_actions() == []
+    with pytest.raises(ValueError, match="no expert"):
+        env.expert()
+
+
+def test_a_file_is_dealt_the_same_on_every_machine(tmp_path):
+    lines = [{"question": f"Question {i}?", "golden_answers": ["x"]} for i in range(400)]
+    lines += [{"question": "question 7", "golden_answers": ["y"]}]  # as good as the same
+    path = write(tmp_path / "q.jsonl", lines)
+    env = SearchQA(questions=path, retriever="http://127.0.0.1:9/retrieve")
+    tasks = {split: env.tasks(split) for split in SPLITS}
+    assert {split: len(found) for split, found in tasks.items()} == {
+        "train": 307,
+        "dev": 45,
+        "test": 49,
+    }
+    assert any({"q/8", "q/401"} <= set(found) for found in tasks.values())
+    assert tasks["dev"][:3] == ["q/1", "q/2", "q/13"]
+
+
+def test_a_folder_has_a_file_for_each_split(tmp_path):
+    for split, count in {"train": 3, "test": 2}.items():
+        lines = [{"question": f"{split} {i}?", "golden_answers": ["x"]} for i in range(count)]
+        write(tmp_path / f"{split}.jsonl", lines)
+    env = SearchQA(questions=str(tmp_path), retriever="http://127.0.0.1:9/retrieve")
+    assert env.tasks("train") == ["train/1", "train/2", "train/3"]
+    assert env.tasks("dev") == [] and env.tasks("test") == ["test/1", "test/2"]
+
+
+def test_a_long_passage_is_cut_where_one_can_see_it(tmp_path):
+    corpus = write(tmp_path / "c.jsonl", [{"title": "Long", "text": "word " * 1000}])
+    questions = write(tmp_path / "q.jsonl", ASKED)
+    env = SearchQA(corpus=corpus, questions=questions)
+    env.reset(options={"task": "nq_1"})
+    observation = env.step("search word")[0]
+    assert len(observation) == searchqa.MAX_PASSAGE and observation.endswith(" word  ...")
+
+
+GOOD = json.dumps(ASKED[0])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, "{"], "line 2 is not JSON"),
+        ([GOOD, "", "[1]"], "line 3 must be a JSON object"),
+        ([GOOD, "null"], "line 2 must be a JSON object, got None"),
+        (["[" * 100_000], "line 1 is not JSON"),
+        ([{"question": "q"}], "line 1: \"golden_answers\" must be a list"),
+        ([{"question": "q", "golden_answers": "x"}], "line 1: \"golden_answers\" must be a list"),
+        ([{"question": "q", "golden_answers": []}], "line 1: \"golden_answers\" must be a list"),
+        ([{"question": "q", "golden_answers": ["x", 3]}], "a golden answer must be text, got 3"),
+        ([{"question": "q", "golden_answers": [" "]}], "a golden answer must be text"),
+        ([{"golden_answers": ["x"]}], "line 1: \"question\" must be text, got None"),
+        ([{"question": " ", "golden_answers": ["x"]}], "\"question\" must be text"),
+        ([GOOD, GOOD], "line 2: .* line 1 has the id 'nq_1' too"),
+        ([], "no questions"),
+        (["\n\n"], "no questions"),
+    ],
+)  # fmt: skip
+def test_a_bad_questions_file_is_one_sentence(tmp_path, own, lines, message):
+    path = write(tmp_path / "bad.jsonl", lines)
+    env = SearchQA(corpus=own["corpus"], questions=path)  # building reads nothing
+    with pytest.raises(ValueError, match=message) as error:
+        env.tasks("train")
+    assert "\n" not in str(error.value) and "bad.jsonl" in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([CORPUS[0], '{"title": "x"'], "line 2 is not JSON"),
+        ([CORPUS[0], {"title": "x"}], "line 2: \"text\" must be text, got None"),
+        ([{"title": 3, "text": "x"}], "line 1: \"title\" must be text, got 3"),
+        ([{"contents": ["x"]}], "line 1: \"contents\" must be text"),
+        (["7"], "line 1 must be a JSON object, got 7"),
+        ([], "no passages"),
+    ],
+)  # fmt: skip
+def test_a_bad_corpus_is_one_sentence(tmp_path, own, lines, message):
+    env = SearchQA(corpus=write(tmp_path / "bad.jsonl", lines), questions=own["questions"])
+    env.reset(options={"task": "nq_1"})
+    with pytest.raises(ValueError, match=message) as error:
+        env.step("search Loch Ness")
+    assert "\n" not in str(error.value) and "bad.jsonl" in str(error.value)
+
+
+def test_files_that_can_not_be_read(tmp_path, own):
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "missing.jsonl": "can't read .*missing.jsonl: No such file",
+        "latin.jsonl": "line 1 is not JSON",
+        "empty": "none of train.jsonl",
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            SearchQA(corpus=own["corpus"], questions=str(tmp_path / name)).tasks("train")
+        assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path, own):
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert SearchQA(corpus=own["corpus"], questions=str(tmp_path / "bom.jsonl")).category("nq_1")
+
+
+def test_a_bad_file_stops_the_server_with_one_line(tmp_path):
+    command = [sys.executable, "env_server.py", "--env", "searchqa", "--port", "0", "--options"]
+    options = [f"questions={write(tmp_path / 'q.jsonl', ['{'])}", "retriever=http://127.0.0.1:9/r"]
+    run = subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    assert run.returncode != 0 and "q.jsonl line 1 is not JSON" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+# --- a remote retriever ---
+
+
+class Retriever(BaseHTTPRequestHandler):
+    """Search-R1's server in a few lines, over our own index; `behave` makes it misbehave."""
+
+    protocol_version = "HTTP/1.1"
+    engine = None
+    behave = None
+    asked: list = []
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, request))
+        status, body = 200, None
+        if type(self).behave:
+            status, body = type(self).behave(self)
+        if body is None:
+            lines = [self.engine.search(query, request["topk"]) for query in request["queries"]]
+            body = json.dumps(
+                {
+                    "result": [
+                        [self.entry(i, text) for i, text in enumerate(found)] for found in lines
+                    ]
+                }
+            ).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def entry(self, rank: int, line: str) -> dict:
+        title, _, text = line.partition(": ")
+        return {
+            "document": {"id": str(rank), "contents": f'"{title}"\n{text}'},
+            "score": 9.0 - rank,
+        }
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def retriever():
+    Retriever.engine = searchqa.load_engine("", "", 20.0)
+    Retriever.behave, Retriever.asked = None, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Retriever)
+    server.handle_error = lambda *_: None  # clients that hang up are what some tests are about
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_remote_retriever_serves_as_well(retriever):
+    """Over the same index the same passages come back, so the expert solves everything."""
+    remote, local = SearchQA(retriever=retriever, topk=2), SearchQA(topk=2)
+    for task in random.Random(0).sample(local.tasks("test"), 10):
+        assert play(remote, task) == play(local, task)
+    path, request = Retriever.asked[0]
+    assert path == "/retrieve"
+    assert request == {"queries": [request["queries"][0]], "topk": 2, "return_scores": True}
+    # Without scores, some servers answer with the documents themselves.
+    body = json.dumps({"result": [[{"id": "0", "contents": '"Oslo"\nOslo is a city.'}]]}).encode()
+    Retriever.behave = lambda _: (200, body)
+    assert remote.step is not None and remote.reset(seed=0)
+    assert remote.step("search Oslo")[0] == "Oslo: Oslo is a city."
+
+
+BAD_REPLIES = {
+    "a true status": (500, b"out of memory"),
+    "not found": (404, b"{}"),
+    "a redirect": (302, b""),
+    "no JSON": (200, b"<html>"),
+    "not UTF-8": (200, b"\xff\xfe\xff"),
+    "another shape": (200, b'{"results": []}'),
+    "no list": (200, b'{"result": 3}'),
+    "no result for the query": (200, b'{"result": []}'),
+    "too many results": (200, b'{"result": [[], []]}'),
+    "entries of a wrong kind": (200, b'{"result": [["text"]]}'),
+    "no document": (200, b'{"result": [[{"score": 1}]]}'),
+    "an empty document": (200, b'{"result": [[{"document": {"contents": " "}}]]}'),
+    "nesting": (200, b"[" * 100_000),
+    "an array": (200, b"[]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REPLIES)
+def test_a_bad_reply_is_an_error_and_no_wrong_answer(name, retriever):
+    Retriever.behave = lambda _: BAD_REPLIES[name]
+    env = SearchQA(retriever=retriever)
+    env.reset(seed=0)
+    with pytest.raises(RetrieverError, match="127.0.0.1") as error:
+        env.step("search Oslo")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    Retriever.behave = None  # it recovers, and so does the episode
+    assert env.step("search capital of Estonia")[0].startswith("Estonia: The capital of Estonia")
+
+
+def hang(handler):
+    time.sleep(3)
+    return 200, None
+
+
+def drip(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    with pytest.raises(OSError):  # until the client hangs up
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+    return 200, b""
+
+
+@pytest.mark.parametrize("behave", [hang, drip])
+def test_a_deadline_holds(behave, retriever):
+    Retriever.behave = behave
+    env = SearchQA(retriever=retriever, timeout="0.3")
+    env.reset(seed=0)
+    start = time.monotonic()
+    with pytest.raises(RetrieverError, match="no reply from"):
+        env.step("search Oslo")
+    assert 0.2 < time.monotonic() - start < 1.5
+
+
+def test_nobody_listens():
+    env = SearchQA(retriever="http://127.0.0.1:9/retrieve", timeout=2)
+    env.reset(seed=0)
+    with pytest.raises(RetrieverError, match="no reply from http://127.0.0.1:9"):
+        env.step("search Oslo")
+
+
+def test_the_server_turns_it_into_a_500(retriever):
+    """An episode whose retriever failed is an error, which rollout.py plays again: not a failure."""
+    Retriever.behave = lambda _: (503, b"busy")
+    app = create_app(lambda: SearchQA(retriever=retriever), name="searchqa")
+    server = make_server(app, "127.0.0.1", 0)
+    threading.Thread(target=server.run, daemon=True).start()
+    client = EnvClient(f"http://127.0.0.1:{server.effective_port}")
+    episode = RemoteEpisode(client)
+    episode.reset(client.tasks("test")[0])
+    with pytest.raises(EnvError, match="503") as error:
+        episode.step("search Oslo")
+    assert (error.value.status, error.value.code) == (500, "environment_crash")
+    assert client.health()["episodes"] == 0
+    app.extensions["episodes"].close_all()
+    server.close()
