@@ -20,6 +20,7 @@ tried again; here an answer is the end. Read envs/textcraft.py first, env_server
 import functools
 import hashlib
 import json
+import logging
 import re
 import string
 import threading
@@ -275,20 +276,16 @@ class Hop:
     def found(self) -> str:
         return self.fact.subject if self.is_reverse else self.fact.value
 
+    def phrase(self, known: str) -> str:
+        """What the hop finds, in words that serve questions, thoughts and queries alike."""
+        if self.is_reverse:
+            return f"{KIND[self.fact.relation]} with {self.fact.relation} {known}"
+        return f"{self.fact.relation} of {known}"
+
     @property
     def query(self) -> str:
         """ "capital of Iceland", or "country with calling code 354"."""
-        if self.is_reverse:
-            return f"{KIND[self.fact.relation]} with {self.fact.relation} {self.known}"
-        return f"{self.fact.relation} of {self.known}"
-
-    def ask(self, inner: str) -> str:
-        """The noun phrase for what the hop finds, around one for what it starts from."""
-        if self.is_reverse:
-            return f"the {KIND[self.fact.relation]} whose {self.fact.relation} is {inner}"
-        if self.fact.relation == "country":
-            return f"the country where {inner} lies"
-        return f"the {self.fact.relation} of {inner}"
+        return self.phrase(self.known)
 
 
 @dataclass(frozen=True)
@@ -305,8 +302,8 @@ class Question:
 # A template is its hops, in order: (relation, is_reverse). Only a first hop runs backwards.
 Template = tuple[tuple[str, bool], ...]
 TO_COUNTRY = [("country", False), *((known, True) for known in IDENTIFIERS)]
-NUM_QUESTIONS = {"train": 2000, "dev": 100, "test": 200}  # at most, of each number of hops
-FORMS = ("What is {}?", "Find {}.", "Name {}.", "I want to know {}.")
+NUM_QUESTIONS = {"train": 4000, "dev": 100, "test": 200}  # at most, of each number of hops
+FORMS = ("What is the {}?", "Find the {}.", "Name the {}.", "I want to know the {}.")
 
 
 def templates() -> list[Template]:
@@ -349,9 +346,9 @@ def walk(template: Template, start: Fact, facts: dict[tuple[str, str], Fact]) ->
 
 def make_question(template: Template, hops: tuple[Hop, ...]) -> Question:
     task = f"{len(hops)}hop/{template_name(template)}/{fold(hops[0].known).replace(' ', '-')}"
-    phrase = hops[0].known
-    for hop in hops:
-        phrase = hop.ask(phrase)
+    phrase = hops[0].query
+    for hop in hops[1:]:
+        phrase = hop.phrase(f"the {phrase}")
     form = FORMS[hashlib.sha256(task.encode()).digest()[0] % len(FORMS)]
     return Question(task, form.format(phrase), (hops[-1].found,), f"{len(hops)}-hop", hops)
 
@@ -441,6 +438,8 @@ class Bm25:
 
     def __init__(self, passages: tuple[str, ...]):
         import bm25s  # half a second, so not before someone searches
+
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # or it tells of every index made
 
         self.passages = passages
         self._index = bm25s.BM25(method="lucene")
@@ -669,7 +668,7 @@ class SearchQA(gym.Env):
 
     >>> env = SearchQA()
     >>> env.reset(options={"task": "2hop/capital-of-country-with-calling-code/372"})[0]
-    'Question: What is the capital of the country whose calling code is 372?'
+    'Question: What is the capital of the country with calling code 372?'
     >>> print(env.step("search country with calling code 372")[0])
     Estonia: The calling code of Estonia is 372.
     Afghanistan: The calling code of Afghanistan is 93.

@@ -332,20 +332,12 @@ def test_questions_say_what_they_ask():
             1
         ]
         relations = []
-        while True:
-            if match := re.fullmatch(r"(country|element) whose ([A-Za-z ]+?) is (.+)", phrase):
-                relations.append((match[2], True))
-                phrase = match[3]
-            elif match := re.fullmatch(r"country where (.+) lies", phrase):
-                relations.append(("country", False))
-                phrase = match[1]
-            elif match := re.fullmatch(r"([A-Za-z ]+?) of (?:the )?(.+)", phrase):
-                if match[1] not in KIND:
-                    break
-                relations.append((match[1], False))
-                phrase = match[2]
-            else:
-                break
+        while match := re.fullmatch(rf"({'|'.join(KIND)}) of (?:the )?(.+)", phrase):
+            relations.append((match[1], False))
+            phrase = match[2]
+        if match := re.fullmatch(rf"(country|element) with ({'|'.join(KIND)}) (.+)", phrase):
+            relations.append((match[2], True))
+            phrase = match[3]
         assert phrase == question.hops[0].known, question.text
         assert relations[::-1] == [(h.fact.relation, h.is_reverse) for h in question.hops]
 
