@@ -171,40 +171,27 @@ def country_facts() -> tuple[dict[str, list[Fact]], dict[str, str], set[Fact]]:
     other: dict[str, dict] = {}
     for _, details in sorted(countryinfo.CountryInfo.all().items()):
         other.setdefault(details["ISO"].get("alpha2"), details)
-    facts, names, holders = {}, {}, defaultdict(set)
+    facts, names, holders = defaultdict(list), {}, defaultdict(set)
     for iso, entry in sorted(geonames.get_countries().items()):
-        ours = {
-            "capital": entry["capital"],
-            "currency code": entry["currencycode"],
-            "calling code": entry["phone"].lstrip("+"),
-            "internet domain": entry["tld"],
-            "ISO code": entry["iso3"],
+        name, details = entry["name"].removeprefix("The ").strip(), other.get(iso, {"ISO": {}})
+        if iso not in NO_COUNTRIES and PLAIN.fullmatch(name):
+            names[iso] = name
+        said = {
+            "capital": (entry["capital"], [details.get("capital")]),
+            "currency code": (entry["currencycode"], details.get("currencies")),
+            "calling code": (entry["phone"].lstrip("+"), details.get("callingCodes")),
+            "internet domain": (entry["tld"], details.get("tld")),
+            "ISO code": (entry["iso3"], [details["ISO"].get("alpha3")]),
         }
-        details = other.get(iso, {"ISO": {}})
-        theirs = {
-            "capital": [details.get("capital")],
-            "currency code": details.get("currencies"),
-            "calling code": details.get("callingCodes"),
-            "internet domain": details.get("tld"),
-            "ISO code": [details["ISO"].get("alpha3")],
-        }
-        theirs = {
-            r: [v for v in values or [] if isinstance(v, str)] for r, values in theirs.items()
-        }
-        for relation, value in ours.items():
-            for holder in (value, *theirs[relation]):
-                holders[relation, fold(holder)].add(iso)
-        name = entry["name"].removeprefix("The ").strip()
-        if iso in NO_COUNTRIES or not PLAIN.fullmatch(name):
-            continue
-        names[iso] = name
-        facts[iso] = [
-            Fact(relation, name, value)
-            for relation, value in ours.items()
-            if fold(value) and [fold(v) for v in theirs[relation]] == [fold(value)]
-            if (iso, relation) not in LEFT_OUT and set(value) <= CHARACTERS
-        ]
-        if REGION.get(entry["continentcode"]) == details.get("region"):
+        for relation, (value, others) in said.items():
+            theirs = {fold(text) for text in others or [] if isinstance(text, str)}
+            for text in theirs | {fold(value)}:
+                holders[relation, text].add(iso)
+            is_plain = fold(value) and set(value) <= CHARACTERS
+            if iso in names and theirs == {fold(value)} and is_plain:
+                if (iso, relation) not in LEFT_OUT:
+                    facts[iso].append(Fact(relation, name, value))
+        if iso in names and REGION.get(entry["continentcode"]) == details.get("region"):
             facts[iso].append(Fact("continent", name, continents[entry["continentcode"]]))
     lone = {fact for found in facts.values() for fact in found if fact.relation in IDENTIFIERS}
     return facts, names, {f for f in lone if len(holders[f.relation, fold(f.value)]) == 1}
@@ -723,6 +710,8 @@ class SearchQA(gym.Env):
         """The task ids of a split, templates evenly mixed, in the same order on every machine."""
         if split not in SPLITS:
             raise ValueError(f"no split is called {split!r}; choose from {', '.join(SPLITS)}")
+        if self._file:
+            self._engine()  # so that a bad corpus stops a server when it starts, not in episodes
         return list(load_questions(self._file, self._hops)[split])
 
     def category(self, task: str) -> str:
@@ -775,10 +764,12 @@ class SearchQA(gym.Env):
         info = {"success": self._success, "invalid": is_invalid, "f1": near}
         return observation, float(self._success), self._is_over, False, info
 
-    def _search(self, query: str) -> str:
+    def _engine(self) -> Bm25 | Remote:
         with LOADING:
-            engine = load_engine(*self._sources)
-        passages = engine.search(query, self.topk)
+            return load_engine(*self._sources)
+
+    def _search(self, query: str) -> str:
+        passages = self._engine().search(query, self.topk)
         self._seen.update(passages)
         return "\n".join(passages) or "No passage matches."
 
