@@ -155,6 +155,11 @@ def fold(text: str) -> str:
     return " ".join(terms(text))
 
 
+@functools.cache  # of the names of the world, each asked for by many templates
+def words_of(name: str) -> frozenset[str]:
+    return frozenset(terms(name))
+
+
 def number(text: str) -> int:
     """64 random bits, the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode(errors="replace")).digest()[:8], "big")
@@ -331,7 +336,7 @@ def walk(template: Template, start: Fact, facts: dict[tuple[str, str], Fact]) ->
     names = [hops[0].known, *(hop.found for hop in hops)]
     # Mexico City needs no search for its country, and a question on Djibouti, the capital of
     # Djibouti, has its answer in it.
-    is_open = all(not {*terms(a)} & {*terms(b)} for a, b in combinations(names, 2))
+    is_open = all(a.isdisjoint(b) for a, b in combinations(map(words_of, names), 2))
     return tuple(hops) if is_open else ()
 
 
