@@ -246,8 +246,24 @@ class WebArena(gym.Env):
     only, and no other host resolves. raises BrowserDied when Chromium was killed; reset brings it back.
 
     >>> env = WebArena()
-    >>> print(env.reset(options={"task": "subscribe/chess"})[0].expandtabs(2))
-    Objective: Subscribe to f/chess.
+    >>> print(env.reset(options={"task": "price/violet-hammer"})[0].splitlines()[0])
+    Objective: What is the price of the Violet Hammer?
+    >>> print(env.step("type [6] [violet hammer] [1]")[0])
+    URL: http://shop.test/search?q=violet+hammer
+    Tab 0 (current): Results for violet hammer - Corner Shop
+    [1] link 'Home'
+    [2] link 'My orders'
+    [3] link 'Cart'
+    [4] link 'Wish list'
+    [5] link 'My account'
+    [6] searchbox 'Search products'
+    [7] heading 'Results for violet hammer'
+    [8] link 'Violet Hammer'
+    [9] StaticText '$27.01'
+    >>> env.step("click [99]")[0]
+    'There is no element [99] in view.'
+    >>> env.step("stop [$27.01]")[:3]
+    ('Task done.', 1.0, True)
     """
 
     instructions = (
@@ -371,6 +387,15 @@ class WebArena(gym.Env):
             with suppress(Exception):  # it may die at this very moment
                 self._browser.run(session.close(), 2 * SECONDS)
         self._source.end()
+
+    def __del__(self):
+        """A context costs megabytes in another process, which no garbage collector sees."""
+        try:
+            if self._session is not None and self._browser.is_alive:
+                self._browser.start(self._session.close())
+            self._source.end()
+        except Exception:  # half built, or Python is taking itself apart
+            pass
 
     def expert(self) -> Iterator[tuple[str, str]]:
         """(thought, action) until the episode is over, for bundled tasks; none on a deployment."""
@@ -569,11 +594,12 @@ class WebArena(gym.Env):
         cdp = self._session.current.cdp
         history = await cdp.send("Page.getNavigationHistory")
         index = history["currentIndex"] + steps
-        if not 0 <= index < len(history["entries"]):
+        entries = history["entries"]
+        # The first is the empty page that every tab begins with.
+        if not 0 <= index < len(entries) or entries[index]["url"] == "about:blank":
             raise Refused("There is no such page in this tab's history.")
         self._session.current.at_rest.clear()
-        entry = {"entryId": history["entries"][index]["id"]}
-        await cdp.send("Page.navigateToHistoryEntry", entry)
+        await cdp.send("Page.navigateToHistoryEntry", {"entryId": entries[index]["id"]})
 
     async def _go_back(self) -> None:
         await self._travel(-1)

@@ -19,6 +19,7 @@ import os
 import shutil
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -159,10 +160,12 @@ class Tab:
         self.opens_window = False
 
         def starts(event: dict) -> None:
-            if event.get("disposition", "currentTab") != "currentTab":
-                self.opens_window = True
-            elif event.get("frameId") == frame and not event.get("delay"):
+            is_here = event.get("disposition", "currentTab") == "currentTab"
+            if is_here and event.get("frameId") == frame:
                 self.at_rest.clear()
+
+        def opens(_: dict) -> None:
+            self.opens_window = True
 
         def ends(event: dict) -> None:
             if event.get("frameId") == frame:
@@ -172,6 +175,7 @@ class Tab:
             cdp.on(f"Page.{name}", starts)
         for name in ("frameStoppedLoading", "navigatedWithinDocument"):
             cdp.on(f"Page.{name}", ends)
+        cdp.on("Page.windowOpen", opens)
 
     @classmethod
     async def open(cls, page) -> "Tab":
@@ -235,6 +239,7 @@ class Session:
         self.context, self.current = context, None
         self.is_judged = False  # the evaluators' own tabs are not counted
         self._tabs: dict[Any, Tab] = {}
+        self._given_up: set = set()  # pages that hang; closing one takes its time
         context.on("page", self._limit)
 
     def _limit(self, page) -> None:
@@ -262,19 +267,19 @@ class Session:
                 if set(self.context.pages) - before:
                     break
                 await asyncio.sleep(0.02)
-        for page in self.context.pages:
+        pages = [page for page in self.context.pages if page not in self._given_up]
+        for page in pages:
             if page not in self._tabs:
                 await self.focus(page)
         if self.current.page.is_closed():
-            pages = self.context.pages
             await (self.focus(pages[-1]) if pages else self.new_tab())
 
     async def replace(self, tab: Tab) -> Tab:
         """A fresh tab in the place of one that hangs or crashed."""
-        fresh = await self.new_tab()
-        asyncio.ensure_future(_quietly(tab.page.close()))
+        self._given_up.add(tab.page)
         self._tabs.pop(tab.page, None)
-        return fresh
+        asyncio.ensure_future(_quietly(tab.page.close()))
+        return await self.new_tab()
 
     async def close(self) -> None:
         await _quietly(self.context.close())
@@ -312,6 +317,10 @@ class Browser:
 
     def run(self, coroutine: Coroutine, seconds: float) -> Any:
         """The coroutine's result, from any thread; TimeoutError after `seconds`."""
+        return self.start(asyncio.wait_for(coroutine, seconds)).result()
+
+    def start(self, coroutine: Coroutine) -> Future:
+        """Run it on the loop, without waiting for its end."""
         with self._start:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -319,8 +328,7 @@ class Browser:
                     target=self._loop.run_forever, name="browser", daemon=True
                 ).start()
                 atexit.register(self._end)
-        limited = asyncio.wait_for(coroutine, seconds)
-        return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @property
     def is_alive(self) -> bool:

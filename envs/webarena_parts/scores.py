@@ -156,7 +156,7 @@ def url_score(config: dict, url: str) -> bool:
 
 # --- pages ---
 
-CALL = re.compile(r"func:(\w+)\((.*)\)")
+CALL = re.compile(r"func:(\w+)\(((?:__page__|'[^']*'|[, ])*)\)")
 MEMBER_ROLE = """name => {
   const cells = [...document.querySelectorAll("td[data-label='Account'] span.gl-avatar-labeled-sublabel")];
   const row = cells.findIndex(cell => cell.outerText === '@' + name);
