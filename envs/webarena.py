@@ -39,7 +39,9 @@ SCORE_SECONDS = 120.0  # for the evaluators, which open pages of their own
 PAUSE = 1.5  # seconds that a deployment's scripts get after an action, as in WebArena
 CLICKED = {"link", "button", "checkbox", "radio", "option", "tab", "menuitem", "switch"}
 # Everything of Unicode's basic plane that can be sent: real pages hold more than ASCII.
-CHARACTERS = frozenset(map(chr, [9, 10, *range(32, 127), *range(160, 0xD800), *range(0xE000, 0xFFFE)]))
+CHARACTERS = frozenset(
+    map(chr, [9, 10, *range(32, 127), *range(160, 0xD800), *range(0xE000, 0xFFFE)])
+)
 log = logging.getLogger("webarena")
 
 
@@ -88,12 +90,25 @@ def parse(action: str) -> tuple[str, tuple[str, ...]]:
 
 
 KEYS = {
-    *("Enter", "Tab", "Escape", "Backspace", "Delete", "Space", "Home", "End", "PageUp", "PageDown"),
+    *(
+        "Enter",
+        "Tab",
+        "Escape",
+        "Backspace",
+        "Delete",
+        "Space",
+        "Home",
+        "End",
+        "PageUp",
+        "PageDown",
+    ),
     *("ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Control", "Shift", "Alt", "Meta"),
     *(f"F{number}" for number in range(1, 13)),
 }
 ALIASES = {"ctrl": "Control", "esc": "Escape", "cmd": "Meta", "return": "Enter"}
-ALIASES |= {key.lower(): key for key in KEYS} | {key[5:].lower(): key for key in KEYS if key[:5] == "Arrow"}
+ALIASES |= {key.lower(): key for key in KEYS} | {
+    key[5:].lower(): key for key in KEYS if key[:5] == "Arrow"
+}
 
 
 def read_keys(text: str) -> str:
@@ -194,7 +209,9 @@ class Deployment:
 
     def browser(self) -> chromium.Browser:
         hosts = sorted({urlsplit(url).hostname for url in self.sites.values()})
-        return chromium.browser_for(", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {h}" for h in hosts)]))
+        return chromium.browser_for(
+            ", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {h}" for h in hosts)])
+        )
 
     async def session(self, browser: chromium.Browser, config: dict) -> Session:
         session = await browser.session(geolocation=config.get("geolocation"))
@@ -422,7 +439,9 @@ class WebArena(gym.Env):
             if not self._browser.is_alive:
                 self._session = None
                 self._source.end()
-                raise BrowserDied(f"Chromium died: reset() starts another ({error!s:.100})") from None
+                raise BrowserDied(
+                    f"Chromium died: reset() starts another ({error!s:.100})"
+                ) from None
             raise RuntimeError(f"the browser did not do it: {error!r:.300}") from None
 
     async def _begin(self, config: dict) -> None:
@@ -473,7 +492,8 @@ class WebArena(gym.Env):
             except Error:
                 if not self._browser.is_alive:
                     raise
-            await self._session.follow_windows(before)
+            with suppress(TimeoutError):  # a window that does not answer is for the next turn
+                await asyncio.wait_for(self._session.follow_windows(before), SECONDS)
             if self._session.current is tab:
                 break
             tab = self._session.current
@@ -566,7 +586,7 @@ class WebArena(gym.Env):
         await self._session.current.cdp.send("Runtime.evaluate", {"expression": SCROLL[direction]})
 
     async def _new_tab(self) -> None:
-        if len(self._session.context.pages) >= chromium.MAX_TABS:
+        if len(self._session.pages) >= chromium.MAX_TABS:
             raise Refused(f"There are {chromium.MAX_TABS} tabs already: close one.")
         await self._session.new_tab()
 

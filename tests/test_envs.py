@@ -34,7 +34,9 @@ SPLITS = ("train", "dev", "test")
 HORIZONS = {"textcraft": 30, "babyai": 20, "sciworld": 30, "searchqa": 10, "webarena": 15}
 PATIENCE = 400  # turns after which an expert is lost; the longest known solution takes 322
 SECONDS = 1.5  # a test that samples goes on for this long at most, once it has seen two tasks
-GAMES: dict[str, tuple] = {}  # of test_mangled_actions: (environment, its words, whether it is slow)
+GAMES: dict[
+    str, tuple
+] = {}  # of test_mangled_actions: (environment, its words, whether it is slow)
 # Bytes that may come and go: Playwright holds on to the last message, which may be a page's tree.
 SLACK = {"webarena": 400_000}
 
@@ -388,4 +390,6 @@ def test_memory_does_not_grow(name):
         growth = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert growth < SLACK.get(name, 20_000) + 100 * count, f"{growth} bytes in {count} rounds of {len(tasks)} games"
+    assert growth < SLACK.get(name, 20_000) + 100 * count, (
+        f"{growth} bytes in {count} rounds of {len(tasks)} games"
+    )

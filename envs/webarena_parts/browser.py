@@ -44,7 +44,17 @@ FLAGS = (
 SILENT = {
     *("none", "generic", "paragraph", "list", "listitem", "RootWebArea", "LabelText", "Legend"),
     *("InlineTextBox", "ListMarker", "MenuListPopup", "strong", "emphasis", "LineBreak", "form"),
-    *("navigation", "main", "banner", "contentinfo", "Section", "group", "rowgroup", "row", "table"),
+    *(
+        "navigation",
+        "main",
+        "banner",
+        "contentinfo",
+        "Section",
+        "group",
+        "rowgroup",
+        "row",
+        "table",
+    ),
     *("LayoutTable", "LayoutTableRow", "LayoutTableCell", "DescriptionList", "article", "region"),
 }
 # Roles that can be acted on without having a name.
@@ -99,7 +109,9 @@ def elements(nodes: list[dict]) -> list[Element]:
         is_shown = not node.get("ignored") and _is_worth_a_line(role, name, said, states)
         if is_shown:
             value = _text(node.get("value")) if role in TYPED else ""
-            shown = ", ".join(f"{s}: {str(states[s]).lower()}" for s in STATES if _is_set(states, s))
+            shown = ", ".join(
+                f"{s}: {str(states[s]).lower()}" for s in STATES if _is_set(states, s)
+            )
             place = node.get("backendDOMNodeId", 0)
             found.append(Element(len(found) + 1, role, name, value, shown, depth, place))
             depth, said = depth + 1, f"{name}\n{value}"
@@ -133,6 +145,7 @@ def in_window(
     found: list[Element], boxes: dict[int, tuple], top: float, height: float
 ) -> list[Element]:
     """Those of which most lies in the window.  boxes: {node: (x, y, width, height)} on the page."""
+
     def is_seen(element: Element) -> bool:
         if element.role == "option":  # a closed list's options lie nowhere
             return True
@@ -243,12 +256,18 @@ class Session:
         context.on("page", self._limit)
 
     def _limit(self, page) -> None:
-        if len(self.context.pages) > MAX_TABS and not self.is_judged:
+        if len(self.context.pages) - len(self._given_up) > MAX_TABS and not self.is_judged:
+            self._given_up.add(page)
             asyncio.ensure_future(_quietly(page.close()))
 
     @property
+    def pages(self) -> list:
+        self._given_up &= set(self.context.pages)  # forget those that are closed at last
+        return [page for page in self.context.pages if page not in self._given_up]
+
+    @property
     def tabs(self) -> list[Tab]:
-        return [self._tabs[page] for page in self.context.pages if page in self._tabs]
+        return [self._tabs[page] for page in self.pages if page in self._tabs]
 
     async def new_tab(self) -> Tab:
         return await self.focus(await self.context.new_page())
@@ -267,12 +286,11 @@ class Session:
                 if set(self.context.pages) - before:
                     break
                 await asyncio.sleep(0.02)
-        pages = [page for page in self.context.pages if page not in self._given_up]
-        for page in pages:
+        for page in self.pages:
             if page not in self._tabs:
                 await self.focus(page)
         if self.current.page.is_closed():
-            await (self.focus(pages[-1]) if pages else self.new_tab())
+            await (self.focus(self.pages[-1]) if self.pages else self.new_tab())
 
     async def replace(self, tab: Tab) -> Tab:
         """A fresh tab in the place of one that hangs or crashed."""
@@ -324,9 +342,7 @@ class Browser:
         with self._start:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=self._loop.run_forever, name="browser", daemon=True
-                ).start()
+                threading.Thread(target=self._loop.run_forever, name="browser", daemon=True).start()
                 atexit.register(self._end)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 

@@ -111,7 +111,9 @@ def load_tasks(
     """
     configs, left_out, dev = read_configs(path), Counter(), frozenset()
     if not path:
-        held = [c["task_id"] for c in configs if c["task_id"] not in PAPER_TEST and not changes_site(c)]
+        held = [
+            c["task_id"] for c in configs if c["task_id"] not in PAPER_TEST and not changes_site(c)
+        ]
         held.sort(key=lambda number: hashlib.sha256(str(number).encode()).digest())
         dev = frozenset(held[:NUM_DEV])
     tasks, splits = {}, {}

@@ -208,7 +208,9 @@ async def latest_review(context, shop: str, sku: str, what: str, account: dict[s
     reviews = await shop_data(context, shop, f"products/{sku}/reviews", account)
     if not reviews:
         return ""
-    return reviews[-1]["nickname"] if what == "author" else str(reviews[-1]["ratings"][0]["percent"])
+    return (
+        reviews[-1]["nickname"] if what == "author" else str(reviews[-1]["ratings"][0]["percent"])
+    )
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,12 @@ def page(title: str, *blocks: Markup, status: int = 200) -> Response:
         '<!doctype html><html lang="en"><head><title>{title} - {name}</title><style>{style}</style>'
         '<link rel="icon" href="data:,"></head><body><nav>{menu}</nav>{search}<main id="main">'
         '<h1 id="title">{title}</h1>{blocks}</main></body></html>',
-        **{"title": title, "name": NAMES[site], "style": Markup(STYLE)},
-        **{"menu": joined(menu), "search": search, "blocks": joined(blocks)},
+        title=title,
+        name=NAMES[site],
+        style=Markup(STYLE),
+        menu=joined(menu),
+        search=search,
+        blocks=joined(blocks),
     )
     return Response(text, status, {"Cache-Control": "no-store"})
 
@@ -249,9 +253,7 @@ def add_shop(app: Flask) -> None:
                 + button(f"Remove {r['name']}", f"/cart/{r['id']}")
             ),
         )
-        return page(
-            "Cart", shown, *([total, button("Place order", "/cart/order")] if rows else [])
-        )
+        return page("Cart", shown, *([total, button("Place order", "/cart/order")] if rows else []))
 
     @app.post("/shop/cart/<int:number>")
     @signed_in
@@ -308,9 +310,7 @@ def listing_all(rows, show: Callable) -> Markup:
 
 
 def order_lines(row) -> list[Markup]:
-    items = query(
-        "select * from items join products on product = id where order_id = ?", row["id"]
-    )
+    items = query("select * from items join products on product = id where order_id = ?", row["id"])
     total = sum(item["price"] * item["quantity"] for item in items)
     return [
         paragraph(f"Status: {row['status']}"),
@@ -381,23 +381,28 @@ def add_cms(app: Flask) -> None:
                 query("update orders set status = ? where id = ?", given("status"), number)
             return redirect(f"/order/{number}")
         name = one("select name from customers where id = ?", row["customer"])["name"]
-        edit = form(
-            f"/order/{number}", "Save", choice("Status", "status", STATUSES, row["status"])
-        )
+        edit = form(f"/order/{number}", "Save", choice("Status", "status", STATUSES, row["status"]))
         return page(f"Order {number}", paragraph(f"Customer: {name}"), *order_lines(row), edit)
 
     @app.get("/cms/customers")
     @signed_in
     def customers():
         sql = "select * from customers where instr(lower(name), lower(?)) order by id"
-        return table("customers", sql, lambda r: link(r["name"], f"/customer/{r['id']}") + r["city"])
+        return table(
+            "customers", sql, lambda r: link(r["name"], f"/customer/{r['id']}") + r["city"]
+        )
 
     @app.get("/cms/customer/<int:number>")
     @signed_in
     def customer(number: int):
         row = one("select * from customers where id = ?", number)
         orders = one("select count(*) as n from orders where customer = ?", number)["n"]
-        facts = {"Email": row["email"], "Phone": row["phone"], "City": row["city"], "Orders": orders}
+        facts = {
+            "Email": row["email"],
+            "Phone": row["phone"],
+            "City": row["city"],
+            "Orders": orders,
+        }
         return page(row["name"], *(paragraph(f"{name}: {fact}") for name, fact in facts.items()))
 
     @app.get("/cms/reviews")
@@ -410,8 +415,8 @@ def add_cms(app: Flask) -> None:
         return table(
             "reviews",
             sql,
-            lambda r: (
-                link(f"{r['status']}: {r['stars']} stars for {r['name']}", f"/review/{r['id']}")
+            lambda r: link(
+                f"{r['status']}: {r['stars']} stars for {r['name']}", f"/review/{r['id']}"
             ),
         )
 
@@ -420,7 +425,9 @@ def add_cms(app: Flask) -> None:
     def review(number: int):
         row = one("select reviews.*, name from reviews join products on product = products.id where reviews.id = ?", number)  # fmt: skip
         lines = [f"Product: {row['name']}", f"Author: {row['author']}", f"Status: {row['status']}", row["text"]]  # fmt: skip
-        changes = [button(text, f"/review/{number}/{text.lower()}") for text in ("Approve", "Delete")]
+        changes = [
+            button(text, f"/review/{number}/{text.lower()}") for text in ("Approve", "Delete")
+        ]
         return page(f"Review {number}", *map(paragraph, lines), *changes)
 
     @app.post("/cms/review/<int:number>/<change>")
@@ -513,13 +520,17 @@ def add_forum(app: Flask) -> None:
     @app.get("/forum/f/<name>/<int:number>")
     def post(name: str, number: int):
         row = one("select * from posts where id = ? and forum = ?", number, name)
-        vote = (query("select value from votes where post = ?", number) or [{"value": 0}])[0]["value"]
+        vote = (query("select value from votes where post = ?", number) or [{"value": 0}])[0][
+            "value"
+        ]
         comments = query("select * from comments where post = ? order by id", number)
         votes = [
             button(text, f"{post_url(row)}/vote/{way}")
             for text, way in (("Upvote", "up"), ("Downvote", "down"))
         ]
-        write = form(f"{post_url(row)}/comment", "Add comment", field("Comment", "text", kind="area"))
+        write = form(
+            f"{post_url(row)}/comment", "Add comment", field("Comment", "text", kind="area")
+        )
         return page(
             row["title"],
             paragraph(f"Posted by {row['author']} in f/{name}"),

@@ -279,7 +279,9 @@ def unsold() -> list[Case]:
     things = [thing for part in CATALOGUE.values() for thing in part.split(", ")]
     sold = {case["name"] for case in products()}
     names = [f"{LOOKS[7 * i % len(LOOKS)]} {thing.title()}" for i, thing in enumerate(things)]
-    return [{"id": i, "key": name, "name": name} for i, name in enumerate(names) if name not in sold]
+    return [
+        {"id": i, "key": name, "name": name} for i, name in enumerate(names) if name not in sold
+    ]
 
 
 def forums() -> list[Case]:
@@ -296,7 +298,9 @@ def new_posts() -> list[Case]:
     return [
         case | {"key": f"{case['forum']} {title}", "title": title, "body": text}
         for case in forums()
-        for title, text in zip(TITLES, random.Random(case["forum"]).sample(TEXTS * 2, 5), strict=True)
+        for title, text in zip(
+            TITLES, random.Random(case["forum"]).sample(TEXTS * 2, 5), strict=True
+        )
     ]
 
 
@@ -312,7 +316,9 @@ def invitations() -> list[Case]:
     found = []
     for project in rows("select * from projects"):
         members = {row["user"] for row in rows(f"select user from members where project = {project['id']}")}  # fmt: skip
-        others = [row["name"] for row in rows("select name from users") if row["name"] not in members]
+        others = [
+            row["name"] for row in rows("select name from users") if row["name"] not in members
+        ]
         case = project | {"key": project["path"]}
         found.append(case | {"user": pick(case, "user", others), "role": pick(case, "role", ROLES)})
     return found

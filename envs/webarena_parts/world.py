@@ -44,7 +44,9 @@ FIRST = (
     "Nora Adam Bella Carl Dina Emil Freya Gus Hanna Ivan Jana Karl Lena Max Nils Olga Paul Rosa Sven Tara "
     "Uma Vera Will Xena Yara Zoe Anton Britt Clara David"
 ).split()
-LAST = "Lind Berg Costa Dahl Evans Frank Gruber Horn Iyer Jansen Koch Lopez Moser Novak Olsen".split()
+LAST = (
+    "Lind Berg Costa Dahl Evans Frank Gruber Horn Iyer Jansen Koch Lopez Moser Novak Olsen".split()
+)
 CITIES = "Bergen Cork Delft Ghent Graz Lucca Lund Porto Riga Turku".split()
 SAID = (  # reviews
     "Works well.", "Smaller than I thought.", "A fine present.", "It broke in a week.",
@@ -137,7 +139,14 @@ def seed() -> bytes:
 def _fill_shop(insert, day, chance: random.Random, people: list[str]) -> None:
     for name in people:
         email = f"{name.lower().replace(' ', '.')}@mail.test"
-        insert("customers", None, name, email, f"555-{chance.randrange(10**4):04}", chance.choice(CITIES))
+        insert(
+            "customers",
+            None,
+            name,
+            email,
+            f"555-{chance.randrange(10**4):04}",
+            chance.choice(CITIES),
+        )
     wares = [(kind, thing) for kind, things in CATALOGUE.items() for thing in things.split(", ")]
     for kind, thing in wares:
         for look in chance.sample(LOOKS, 2):
@@ -167,7 +176,9 @@ def _fill_forum(insert, day, chance: random.Random, users: list[str]) -> None:
             author, body = chance.choice(users[1:]), f"I have a lot to say on this. Part {score}."
             post = insert("posts", None, forum, author, title, body, score, day())
             for user in chance.sample(users[1:], chance.randrange(5)):
-                insert("comments", None, post, user, chance.choice(("I agree.", "Why so?", "Thanks!")))
+                insert(
+                    "comments", None, post, user, chance.choice(("I agree.", "Why so?", "Thanks!"))
+                )
 
 
 def _fill_code(insert, chance: random.Random, users: list[str]) -> None:
