@@ -134,7 +134,9 @@ def main(config: Config) -> None:
         with EnvServers("webarena", replicas=replicas) as servers:
             for clients in config.clients:
                 rate, wait = measure_http(servers, clients, config.seconds)
-                print(f"{f'HTTP {clients:2} clients, {replicas} servers':24} {rate:7.1f} {wait:10.0f}")
+                print(
+                    f"{f'HTTP {clients:2} clients, {replicas} servers':24} {rate:7.1f} {wait:10.0f}"
+                )
     with EnvServers("webarena") as servers:
         client, episodes = EnvClient(servers.urls[0], timeout=120.0), []
         for count in config.episodes:

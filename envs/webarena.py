@@ -400,7 +400,7 @@ class WebArena(gym.Env):
 
     def close(self) -> None:
         session, self._session = self._session, None
-        if session is not None and self._browser.is_alive:
+        if session is not None and session.is_alive:
             with suppress(Exception):  # it may die at this very moment
                 self._browser.run(session.close(), 2 * SECONDS)
         self._source.end()
@@ -408,7 +408,7 @@ class WebArena(gym.Env):
     def __del__(self):
         """A context costs megabytes in another process, which no garbage collector sees."""
         try:
-            if self._session is not None and self._browser.is_alive:
+            if self._session is not None and self._session.is_alive:
                 self._browser.start(self._session.close())
             self._source.end()
         except Exception:  # half built, or Python is taking itself apart
@@ -436,7 +436,7 @@ class WebArena(gym.Env):
         except (Error, TimeoutError, BrowserDied) as error:
             with suppress(TimeoutError):  # for the news of its death to arrive
                 self._browser.run(asyncio.sleep(0.2), 5.0)
-            if not self._browser.is_alive:
+            if self._session is not None and not self._session.is_alive:
                 self._session = None
                 self._source.end()
                 raise BrowserDied(
@@ -467,7 +467,7 @@ class WebArena(gym.Env):
         except TimeoutError:
             self._note = "The page does not answer."
         except Error as error:
-            if not self._browser.is_alive:
+            if not self._session.is_alive:
                 raise
             reason = str(error).splitlines()[0]
             if self._session.current.page.is_closed() or "crash" in reason.lower():
@@ -490,7 +490,7 @@ class WebArena(gym.Env):
                 await chromium._quietly(tab.cdp.send("Page.stopLoading"))
                 tab.at_rest.set()
             except Error:
-                if not self._browser.is_alive:
+                if not self._session.is_alive:
                     raise
             with suppress(TimeoutError):  # a window that does not answer is for the next turn
                 await asyncio.wait_for(self._session.follow_windows(before), SECONDS)
@@ -512,7 +512,7 @@ class WebArena(gym.Env):
                     self._elements, self._is_more = await asyncio.wait_for(tab.look(), SECONDS)
                     return
                 except (TimeoutError, Error):
-                    if not self._browser.is_alive:
+                    if not self._session.is_alive:
                         raise
                     self._note = "The page does not answer. Back to the start."
             tab = await self._session.replace(tab)

@@ -685,7 +685,7 @@ TRAPS = {
     "/": "<a href=/loop>loop</a> <a href=/slow>slow</a> <a href=/window target=_blank>window</a>"
     "<button onclick='while(true){}'>spin</button><a href=/empty>empty</a>"
     "<button onclick='alert(1)'>alert</button><button onclick='for(;;)alert(1)'>alerts</button>"
-    "<button onclick=\"for(let i=0;i<12;i++)open('/window?'+i)\">windows</button>"
+    "<button onclick=\"for(let i=0;i<12;i++)window.open('/window?'+i)\">windows</button>"
     "<a href=/off>off</a><a href=/away>away</a><button onclick='this.remove()'>gone</button>"
     "<button onclick='window.close()'>close</button><a href=#x>hash</a>"
     "<button disabled>dead</button><input aria-label=fixed readonly value=no>",

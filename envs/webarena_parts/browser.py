@@ -261,6 +261,11 @@ class Session:
             asyncio.ensure_future(_quietly(page.close()))
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the Chromium that it began in is; another may run by now."""
+        return self.context.browser.is_connected()
+
+    @property
     def pages(self) -> list:
         self._given_up &= set(self.context.pages)  # forget those that are closed at last
         return [page for page in self.context.pages if page not in self._given_up]
@@ -352,13 +357,22 @@ class Browser:
 
     async def session(self, **settings) -> Session:
         """A context of its own: cookies, storage and cache are nobody else's."""
+        from playwright.async_api import Error
+
         self._launching = self._launching or asyncio.Lock()
-        async with self._launching:
-            if not self.is_alive:
-                await self._launch()
-        context = await self._chromium.new_context(
-            viewport=VIEWPORT, accept_downloads=False, locale="en-US", timezone_id="UTC", **settings
-        )
+        settings |= {"viewport": VIEWPORT, "accept_downloads": False}
+        settings |= {"locale": "en-US", "timezone_id": "UTC"}
+        for is_last in (False, True):
+            async with self._launching:
+                if not self.is_alive:
+                    await self._launch()
+            try:
+                context = await self._chromium.new_context(**settings)
+                break
+            except Error:
+                await asyncio.sleep(0.2)
+                if is_last or self.is_alive:  # else it was dead, and the news had not arrived
+                    raise
         context.set_default_timeout(1000 * SECONDS)
         return Session(context)
 
