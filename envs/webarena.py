@@ -127,6 +127,7 @@ class Bundled:
     """The sites of webarena_parts/sites.py: their hosts exist in our browser only."""
 
     pause = 0.0  # their pages hold no scripts: what has loaded is complete
+    sites = {name: address for name, _, address in tasks.SITES.values()}
 
     def __init__(self):
         self.left_out: dict[str, int] = {}
@@ -141,8 +142,6 @@ class Bundled:
 
     def config(self, task: str) -> dict:
         return deployment.with_addresses(tasks.tasks()[task].config, self.sites)
-
-    sites = {name: address for name, _, address in tasks.SITES.values()}
 
     def browser(self) -> chromium.Browser:
         from envs.webarena_parts import sites

@@ -256,7 +256,7 @@ class Session:
         context.on("page", self._limit)
 
     def _limit(self, page) -> None:
-        if len(self.context.pages) - len(self._given_up) > MAX_TABS and not self.is_judged:
+        if len(self.pages) > MAX_TABS and not self.is_judged:
             self._given_up.add(page)
             asyncio.ensure_future(_quietly(page.close()))
 
