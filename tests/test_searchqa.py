@@ -136,7 +136,7 @@ def test_an_adversarial_answer_is_wrong_and_the_last(answer):
     env.reset(options={"task": "2hop/capital-of-country-with-calling-code/372"})
     start = time.monotonic()
     observation, reward, terminated, truncated, info = env.step(f"answer {answer}")
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 2
     assert (reward, terminated, truncated, info["success"]) == (0.0, True, False, False)
     assert 0.0 <= info["f1"] < 1.0
     assert observation == "Your answer is taken."
@@ -830,7 +830,7 @@ def test_a_bad_reply_is_an_error_and_no_wrong_answer(name, retriever):
 
 
 def hang(handler):
-    time.sleep(3)
+    time.sleep(6)
     return 200, None
 
 
@@ -853,7 +853,7 @@ def test_a_deadline_holds(behave, retriever):
     start = time.monotonic()
     with pytest.raises(RetrieverError, match="no reply from"):
         env.step("search Oslo")
-    assert 0.2 < time.monotonic() - start < 1.5
+    assert 0.2 < time.monotonic() - start < 4
 
 
 def test_nobody_listens():
