@@ -135,7 +135,7 @@ OWNED = (
     "main.scala.scienceworld.runtime.SimplifierProcessor$",
 )
 OPTIONS = (
-    "-Xmx1g",  # hundreds of episodes fit; without a limit Java would take a quarter of the machine
+    "-Xmx1g",  # without a limit Java would take up to a quarter of the machine
     "-XX:+ExitOnOutOfMemoryError",  # then it starts afresh, rather than failing now and then
     "-XX:+UseSerialGC",  # one game moves at a time, so more collector threads would only cost
     "-XX:-UsePerfData",  # no files in /tmp
@@ -362,7 +362,7 @@ class SciWorld(gym.Env):
                  is a numbered menu, and the next action a number from it
     Reward       the change of the score, over 100: what a game returns lies between 0 and 1
     Terminated   when the task is done or failed
-    Difficulty   the type: find-living-thing takes the expert 6 to 13 turns, boil 30 to 60
+    Difficulty   the type: find-living-thing takes the expert 12 turns, boil 57, on average
 
     A task is a type and a variation, "boil/3"; its type is its category. Success is a score of 100,
     nothing less. Focusing on a wrong thing fails a task at once. The simulator gives that -100;

@@ -398,7 +398,7 @@ def test_a_killed_java_fails_its_games_and_the_next_reset_starts_another():
 
 
 def test_over_http_a_killed_java_is_a_crash_of_the_episodes_in_it(serve):
-    client = EnvClient(serve(SciWorld))
+    client = EnvClient(serve(SciWorld), timeout=300)  # a busy machine takes a minute to start Java
     one, two = RemoteEpisode(client), RemoteEpisode(client)
     one.reset(TASK)
     two.reset(TASK)
