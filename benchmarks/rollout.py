@@ -5,15 +5,22 @@ Where the time goes: each part of a training step beside the least it could cost
     sampling   HFEngine's tokens a second                                         /  transformers' generate
     training   tokens a second through `update`                                   /  bare forward and backward, no padding
 
+and with --engine vllm, where it is installed:
+
+    rollout    as above, beside all the same requests at once                     /  vLLM's own batching, no environment
+    lock-step  in every turn another episode's step takes 1 s, turns of 16 tokens /  a loop that waits for everybody
+
     python benchmarks/rollout.py                        # the tiny architecture, random weights
     python benchmarks/rollout.py --model smollm2        # a pretrained model of 135 million parameters
 """
 
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,7 +31,7 @@ import model as weights
 import sft
 import train
 from agent import Chat, Trajectory
-from engines import HFEngine
+from engines import HFEngine, VLLMEngine
 from rollout import Limits, collate, rollout
 
 
@@ -33,6 +40,7 @@ class Config:
     """Every field is a flag: --trajectories 64"""
 
     model: str = "tiny"  # tiny (random weights), smollm2, or a folder
+    engine: Literal["hf", "vllm"] = "hf"
     trajectories: int = 32
     turns: int = 8
     new_tokens: int = 32  # a turn
@@ -75,6 +83,47 @@ class SlowPool:
 
     def give_back(self, episode: SlowEpisode) -> None:
         pass
+
+
+class Straggler(SlowEpisode):
+    """One of `size` episodes, of which another one is slow in every turn."""
+
+    def __init__(self, place: int, size: int, seconds: float):
+        super().__init__(0.0)
+        self.place, self.size, self.seconds, self.turn = place, size, seconds, 0
+
+    def step(self, action: str) -> tuple:
+        self.latency = self.seconds if self.turn % self.size == self.place else 0.0
+        self.turn += 1
+        return super().step(action)
+
+
+class StragglerPool(SlowPool):
+    """Gives each of its `size` episodes a turn to be slow in."""
+
+    def __init__(self, size: int, seconds: float = 1.0):
+        super().__init__(0.0)
+        self.size, self.seconds = size, seconds
+
+    def start(self, preferred: int, task: str, seed: int) -> tuple:
+        _, observation, info = super().start(preferred, task, seed)
+        return Straggler(preferred, self.size, self.seconds), observation, info
+
+
+class LockStep:
+    """An engine whose loop waits for every observation, and then for every completion."""
+
+    in_waves = True
+
+    def __init__(self, engine):
+        self.engine, self.version = engine, 0
+        self.add = engine.add
+
+    def step(self) -> list:
+        finished = []
+        while self.engine.keys:
+            finished += self.engine.step()
+        return finished
 
 
 class Recorder(HFEngine):
@@ -126,6 +175,52 @@ def rollout_ratio(lm, chat: Chat, config: Config) -> None:
     print(
         f"rollout    {whole:.2f} s with {1000 * config.latency:.0f} ms a call, engine alone {engine_only:.2f} s: {whole / engine_only:.2f} times"
     )
+
+
+def vllm_ratios(folder: str, chat: Chat, config: Config) -> None:
+    """vLLM in the multi-turn loop, beside itself without environments, and beside itself in lock-step."""
+    engine = VLLMEngine(folder, set(), seed=1, max_tokens=4096)
+    requests: list[tuple] = []
+
+    def play(engine, pool, new_tokens: int) -> None:
+        requests.clear()
+        engine_of = getattr(engine, "engine", engine)
+        engine_of.llm.llm_engine.reset_prefix_cache()
+        engine_of.prompt_tokens = engine_of.cached_tokens = 0
+        limits = Limits(config.turns, new_tokens, 4096, 256)
+        blanks = [Trajectory("toy", "t", group, 0) for group in range(config.trajectories)]
+        rollout(engine, chat, {"toy": pool}, blanks, limits, ("benchmark",))
+
+    plain_add = engine.add
+
+    def recording_add(key, ids, *rest) -> None:
+        requests.append((key, list(ids), *rest))
+        plain_add(key, ids, *rest)
+
+    engine.add = recording_add
+    whole = best(lambda: play(engine, SlowPool(config.latency), config.new_tokens), config.repeats)
+    hits = engine.cached_tokens / engine.prompt_tokens
+    engine.add = plain_add
+
+    def offline() -> None:
+        engine.llm.llm_engine.reset_prefix_cache()
+        for request in requests:
+            engine.add(*request)
+        while engine.keys:
+            engine.step()
+
+    alone = best(offline, config.repeats)
+    print(
+        f"rollout    {whole:.2f} s with {1000 * config.latency:.0f} ms a call, all requests at once {alone:.2f} s: "
+        f"{whole / alone:.2f} times; {hits:.0%} of prompt tokens from the prefix cache"
+    )
+    n = config.trajectories
+    free = best(lambda: play(engine, StragglerPool(n), 16), config.repeats)
+    lock_step = best(lambda: play(LockStep(engine), StragglerPool(n), 16), config.repeats)
+    print(
+        f"lock-step  {lock_step:.2f} s, continuous {free:.2f} s: {lock_step / free:.2f} times faster"
+    )
+    engine.close()
 
 
 def sampling_ratio(lm, config: Config) -> None:
@@ -191,7 +286,7 @@ def training_ratio(lm, config: Config) -> None:
 
 
 def main(config: Config) -> None:
-    """Print the three lines."""
+    """Print a line for each comparison."""
     with weights.distributed():
         if config.model == "tiny":
             env = sft.envs.make("babyai")
@@ -215,6 +310,12 @@ def main(config: Config) -> None:
             text or "-",
             "",
         )  # random weights keep no form; see rollout_ratio
+        if config.engine == "vllm":
+            with tempfile.TemporaryDirectory() as folder:
+                lm.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                vllm_ratios(folder, Chat(tokenizer), config)
+            return
         rollout_ratio(lm, Chat(tokenizer), config)
         sampling_ratio(lm, config)
         training_ratio(lm, config)
