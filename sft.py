@@ -50,6 +50,9 @@ from curriculum import seed_for
 from env_server import parse_options
 from rollout import collate, deal, micro_batches
 
+# Padded tokens in a forward pass. Few: demonstrations differ in length, and most of a large one would be padding.
+MICRO_TOKENS = 1024
+
 
 @dataclass(frozen=True)
 class Config:
@@ -244,7 +247,9 @@ def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id:
             )
         trained = sum(sum(demo.loss_mask) for demo in chosen)
         loss = torch.zeros((), device=device)
-        for rows in deal(micro_batches([len(demo.ids) for demo in chosen], 4096), rank, world):
+        for rows in deal(
+            micro_batches([len(demo.ids) for demo in chosen], MICRO_TOKENS), rank, world
+        ):
             batch = collate([chosen[row] for row in rows] or chosen[:1], pad_id)
             # nothing of this update is left for this rank: it scores one row and learns nothing from it
             mask = batch.loss_mask if rows else torch.zeros_like(batch.loss_mask)
