@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
+import signal
 import threading
 from contextlib import ExitStack, contextmanager
 
@@ -17,6 +18,9 @@ from agent import Chat
 from env_server import create_app, make_server
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has SIGINT ignored, and every child would inherit that: tests
+# of what Ctrl-C does would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = ["Thought: I see it.\nAction: go to the red key\nSee: nothing. 0123456789"] * 3
 

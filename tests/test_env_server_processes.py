@@ -131,11 +131,14 @@ def test_the_command_serves_until_a_signal(replicas, how):
     flags = ["--port", "0", "--replicas", str(replicas), "--capacity", "2", "--ttl", "60"]
     command = [sys.executable, SCRIPT, "--env", "textcraft", *flags, "--options", "max_depth=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        urls = [server.stdout.readline().split()[-1] for _ in range(replicas)]
-        for url in urls:
-            assert EnvClient(url).health()["env"] == "textcraft"
-        server.send_signal(how)
-        assert server.wait(10) == 0
+        try:
+            urls = [server.stdout.readline().split()[-1] for _ in range(replicas)]
+            for url in urls:
+                assert EnvClient(url).health()["env"] == "textcraft"
+            server.send_signal(how)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
     for url in urls:
         with pytest.raises(EnvError):
             EnvClient(url, timeout=0.2).health()
