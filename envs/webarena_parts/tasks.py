@@ -15,6 +15,7 @@ finds back from wherever a detour led. Read sites.py first, envs/webarena.py nex
 import functools
 import random
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -767,13 +768,13 @@ class Task:
 @functools.cache
 def tasks() -> dict[str, Task]:
     """All tasks by id. Templates take turns, so the first k of a split are a fair sample of it."""
-    by_template = [list(_tasks_of(number, template)) for number, template in enumerate(TEMPLATES)]
-    ranked = sorted(
-        (place, number, key, task)
-        for number, found in enumerate(by_template)
-        for place, (key, task) in enumerate(found)
-    )
-    return {key: task for _, _, key, task in ranked}
+    ranked = []
+    for number, template in enumerate(TEMPLATES):
+        count = Counter()  # how many of this template each split has so far
+        for key, task in _tasks_of(number, template):
+            ranked.append((count[task.split], number, key, task))
+            count[task.split] += 1
+    return {key: task for _, _, key, task in sorted(ranked, key=lambda entry: entry[:3])}
 
 
 def _tasks_of(number: int, template: Template) -> Iterator[tuple[str, Task]]:
