@@ -311,7 +311,7 @@ class HFEngine:
 
 
 def shared_heads_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """`sdpa`, three times as fast for one new token a row where query heads share their keys (GQA, MQA).
+    """`sdpa`, up to three times as fast for one new token a row where query heads share their keys (GQA, MQA).
 
     Heads that share keys become positions that share keys: the kernel reads those once, not once a head.
     """
@@ -363,7 +363,7 @@ class VLLMEngine:
     The random numbers are vLLM's own, one generator for all: the same requests in another order give other
     completions, equal in distribution.
 
-    path         a folder or hub id: its config.json says what to build. Weights come from `sync`
+    path         a folder or hub id: its architecture, and the weights until the first `sync`
     max_tokens   the longest trajectory
     memory       share of the GPU's memory for weights and cache
     """
@@ -445,7 +445,8 @@ class VLLMEngine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights})
         self.llm.apply_model(_repack_head)
         # Keys and values of the old weights would be taken for those of the new ones.
-        assert self.llm.llm_engine.reset_prefix_cache(), "vLLM kept its prefix cache"
+        is_empty = self.llm.llm_engine.reset_prefix_cache()
+        assert is_empty, "vLLM kept its prefix cache"
         self.version = version
 
     def sleep(self) -> None:

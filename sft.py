@@ -50,7 +50,7 @@ from curriculum import seed_for
 from env_server import parse_options
 from rollout import collate, deal, micro_batches
 
-# Padded tokens in a forward pass. Few: demonstrations differ in length, and most of a large one would be padding.
+# Padded tokens in a forward pass. Few: demonstrations differ in length, and much of a large one would be padding.
 MICRO_TOKENS = 1024
 
 

@@ -79,6 +79,7 @@ def measure_http(servers: EnvServers, clients: int, seconds: float) -> str:
 
 
 def main(config: Config) -> None:
+    """Print the table."""
     print(f"{config.env:14}   steps/s  wait, ms   client CPU   server CPU  server MB")
     env = envs.make(config.env)
     task = env.tasks("train")[0]

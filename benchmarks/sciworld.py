@@ -99,6 +99,7 @@ def seconds_a_step(env, task: str, actions: list[str]) -> float:
 
 
 def compare_steps(config: Config) -> None:
+    """Print milliseconds of a step, ours and the package's, for each task type, and their median ratio."""
     ours, package, ratios = Ours(), Package(), []
     print(f"{'type':50} ours, ms  package, ms  ratio")
     for kind in sciworld.chosen_types(config.types):
@@ -140,6 +141,7 @@ def steps_per_second(envs: list, seconds: float) -> float:
 
 
 def compare_sharing(config: Config) -> None:
+    """Print steps a second and memory with one JVM for all episodes, with one each, and the package's way."""
     print(f"\n{config.episodes} episodes in threads      steps/s   Java, MB")
     shared = psutil.Process(running_jvm().process.pid)
     for name, make in (

@@ -114,6 +114,7 @@ def measure_http(servers: EnvServers, clients: int, seconds: float) -> tuple[flo
 
 
 def main(config: Config) -> None:
+    """Print the table."""
     env = envs.make("webarena")
     began = time.monotonic()
     env.reset(options={"task": TASK})

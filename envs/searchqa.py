@@ -241,6 +241,7 @@ def city_facts(
 
 
 def element_facts() -> dict[str, list[Fact]]:
+    """{symbol: what periodictable says of the element}."""
     import periodictable
 
     facts = {}

@@ -136,7 +136,7 @@ def test_the_command_serves_until_a_signal(replicas, how):
             for url in urls:
                 assert EnvClient(url).health()["env"] == "textcraft"
             server.send_signal(how)
-            assert server.wait(30) == 0
+            assert server.wait(10) == 0
         finally:
             server.kill()
     for url in urls:
