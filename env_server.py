@@ -12,7 +12,7 @@ Many episodes at once over HTTP: the server, its client, and the launcher that k
 
 Why a server? Environments crash, hang, want Java or a browser, and hold Python's global lock. Over
 HTTP they do so in processes of their own, on any host, in any language. The price is about a
-millisecond a step (benchmarks/env_server.py); the language model's turn takes a hundred or more.
+millisecond a step (benchmarks/environments.py); the language model's turn takes a hundred or more.
 
 Read envs/textcraft.py and envs/babyai.py first, agent.py next. Try it:
 

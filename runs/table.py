@@ -39,8 +39,8 @@ class Config:
     """Every field is a flag: --seeds 0 1"""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    budget: int = 240_000  # tokens sampled in training, a run
-    interval: int = 7  # training steps a stage, for the grown horizon
+    budget: int = 180_000  # tokens sampled in training, a run
+    interval: int = 5  # training steps a stage, for the grown horizon
     parallel: int = 2  # runs at once, each with one thread
     show: bool = False  # run nothing
 
