@@ -74,6 +74,7 @@ class Config:
     hidden: int = 128  # width of tiny
     layers: int = 3  # depth of tiny
     vocab: int = 512  # tokens of tiny's vocabulary
+    copy_head: bool = False  # tiny is born able to repeat what it reads, names never seen included
     seed: int = 0
     name: str = ""  # the folder out/<name>; the next free number if empty
 
@@ -85,6 +86,8 @@ class Config:
                 )
         if not 0 <= self.noise < 1:
             raise ValueError(f"--noise is a share of turns, 0 <= noise < 1, got {self.noise}")
+        if self.copy_head and self.layers < 2:
+            raise ValueError(f"--copy-head is two layers' work, got --layers {self.layers}")
 
 
 # --- demonstrations ---
@@ -219,7 +222,55 @@ def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCau
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed_for(config.seed, "tiny weights"))
-        return Qwen2ForCausalLM(shape)
+        lm = Qwen2ForCausalLM(shape)
+        if config.copy_head:
+            add_copy_head(lm)
+        return lm
+
+
+@torch.no_grad()
+def add_copy_head(lm: Qwen2ForCausalLM) -> None:
+    """Write an induction head into a fresh model of two layers or more, in place.  (Olsson et al. 2022)
+
+        ... Rey kja vik ... Rey  ->  kja        whatever the pieces are
+
+    Copying a name that was never seen takes two attention heads in a row, and gradients find the pair late: not
+    within the few minutes that we have. Pretrained models come with thousands of them. So we write the pair by hand:
+
+        layer 0   looks one token back, always, and notes in the residual stream what stands there
+        layer 1   looks for the token whose note says "before me stood what is read now", and says that token
+
+    All else starts by adding nothing to the residual stream, so that at first only the pair speaks. Training is free
+    to change any of it.
+    """
+    config = lm.config
+    size = config.hidden_size // config.num_attention_heads  # of a head
+    first, second = (lm.model.layers[i].self_attn for i in (0, 1))
+    for layer in lm.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    # Rotary embedding turns pair i of a head's dimensions by `speed[i]` a token. A constant query and a constant
+    # key that has been turned by one token already agree best where the key stands one token earlier.
+    speed = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))
+    fast = torch.where(torch.arange(size // 2) < 3, 12.0, 0.0)
+    first.q_proj.weight[:size] = 0.0
+    first.q_proj.bias[:size] = torch.cat([fast, 0 * fast])
+    first.k_proj.bias[:size] = torch.cat([fast * speed.cos(), fast * speed.sin()])
+    # What is compared lives in the slow pairs, which hardly turn over the length of an episode.
+    slow = [i for i in range(size) if i % (size // 2) >= size // 2 - 10]
+    read, note, word = (_orthonormal(rows, config.hidden_size) for rows in (len(slow), size, size))
+    first.v_proj.weight[:size] = torch.cat([read, torch.zeros_like(note[len(slow) :])])
+    first.o_proj.weight[:, :size] = 0.1 * note.T
+    second.q_proj.weight[:size] = 0.0
+    second.k_proj.weight[:size] = 0.0
+    second.q_proj.weight[slow] = 3.0 * read
+    second.k_proj.weight[slow] = 3.0 * note[: len(slow)]
+    second.v_proj.weight[:size] = word
+    second.o_proj.weight[:, :size] = word.T
+
+
+def _orthonormal(rows: int, columns: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(columns, rows))[0].T
 
 
 # --- cloning ---

@@ -102,3 +102,25 @@ def test_cloning_lowers_the_loss(demos):
 def test_an_expert_that_hardly_ever_succeeds_is_an_error_and_no_endless_loop():
     with pytest.raises(ValueError, match="raise --demo-turns"):
         sft.demonstrate("textcraft", {}, 10, dataclasses.replace(CONFIG, demo_turns=1))
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_model_with_a_copy_head_repeats_what_it_has_never_seen(demos, layers):
+    """Untrained, on random tokens: nothing but the pair of heads can tell what comes next."""
+    tokenizer = tokenizer_for(demos)
+    once = torch.randint(4, len(tokenizer), (8, 24), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat([once, once], 1)
+
+    def share_right(copy_head: bool) -> float:
+        config = dataclasses.replace(CONFIG, hidden=128, layers=layers, copy_head=copy_head)
+        with torch.no_grad():
+            says = sft.make_tiny(tokenizer, config)(ids).logits.argmax(-1)
+        return (says[:, 24:-1] == ids[:, 25:]).float().mean().item()
+
+    assert share_right(True) > 0.6
+    assert share_right(False) < 0.1
+
+
+def test_a_copy_head_needs_two_layers():
+    with pytest.raises(ValueError, match="--layers 1"):
+        sft.Config(copy_head=True, layers=1)
