@@ -79,18 +79,16 @@ class ApiClient:
     prices   dollars for a million tokens read, and written; (0, 0) where they are not known
     """
 
-    PAUSE, LONGEST = (
-        1.0,
-        30.0,
-    )  # seconds before the first retry; doubled each time up to the longest
-    PATIENCE = 300.0  # seconds after which a request is not sent again
+    PAUSE = 1.0  # seconds before the first retry, doubled before each further one
+    LONGEST = 30.0  # of those pauses
+    FIRST_PATIENCE, PATIENCE = 5.0, 300.0  # seconds after which a request is not sent again
 
     def __init__(
         self, url: str, model: str, timeout: float = 120.0, prices: tuple[float, float] = (0.0, 0.0)
     ):
         self.url, self.model, self.timeout, self.prices = url.rstrip("/"), model, timeout, prices
         self.limit_name, self.has_system = "max_tokens", True  # `adapt` may learn otherwise
-        self.retries = 0
+        self.patience, self.retries = self.PATIENCE, 0
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not re.fullmatch("[!-~]*", self._key):
             raise ValueError("OPENAI_API_KEY must be ASCII without spaces: it travels in a header")
@@ -99,20 +97,14 @@ class ApiClient:
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._pool = urllib3.PoolManager(maxsize=256)  # connections are opened when needed
 
-    def ask(
-        self,
-        messages: list[dict],
-        max_new_tokens: int,
-        temperature: float,
-        patience: float | None = None,
-    ) -> Reply:
+    def ask(self, messages: list[dict], max_new_tokens: int, temperature: float) -> Reply:
         """The model's next message.
 
         Sent again after a growing, random pause (or as long as Retry-After says) where that may help: no reply in
         time, 408, 409, 429, any 5xx. What else is refused stays refused.
         raises  ApiError
         """
-        deadline = time.monotonic() + (self.PATIENCE if patience is None else patience)
+        deadline = time.monotonic() + self.patience
         body = json.dumps(self._body(messages, max_new_tokens, temperature)).encode()
         for attempt in count():
             # Random, or all that were turned away at once would come back at once.
@@ -137,24 +129,23 @@ class ApiClient:
         raise AssertionError("unreachable: the loop has no end")
 
     def adapt(self, messages: list[dict], temperature: float) -> tuple[str, bool]:
-        """Ask once, with little patience; servers differ in two ways that a refusal (400) tells apart.
+        """Ask once, without much patience, and see how this server wants to be asked.
 
-        Some models take max_completion_tokens in place of max_tokens, some chat templates know no system role.
+        Some models take max_completion_tokens in place of max_tokens, some chat templates know no system role:
+        both are told by a refusal with status 400.
         returns  what was learnt: the limit's name, whether there is a system role
         """
+        self.patience = self.FIRST_PATIENCE
         while True:
             try:
-                self.ask(messages, 16, temperature, patience=15.0)
+                self.ask(messages, 16, temperature)
+                self.patience = self.PATIENCE
                 return self.limit_name, self.has_system
             except ApiError as error:
-                said = str(error).lower()
-                if (
-                    error.status == 400
-                    and "max_completion_tokens" in said
-                    and self.limit_name == "max_tokens"
-                ):
+                said = str(error).lower() if error.status == 400 else ""
+                if "max_completion_tokens" in said and self.limit_name == "max_tokens":
                     self.limit_name = "max_completion_tokens"
-                elif error.status == 400 and "system" in said and self.has_system:
+                elif "system" in said and self.has_system:
                     self.has_system = False
                 else:
                     raise
@@ -173,7 +164,7 @@ class ApiClient:
             403: "; set OPENAI_API_KEY to a key that it takes",
             404: f"; is there a model {self.model!r}, and does --api-url end as it should (/v1, mostly)?",
         }
-        said = explanation(data)
+        said = " ".join(data.decode(errors="replace").split())[:300]
         if self._key:
             said = said.replace(self._key, "<key>")
         return ApiError(f"{self.url} answered {status}: {said}{advice.get(status, '')}", status)
@@ -197,18 +188,6 @@ def read_reply(data: bytes) -> Reply:
         "expected a chat completion with choices[0].message.content and usage, "
         f"got {data[:200].decode(errors='replace')!r}"
     )
-
-
-def explanation(data: bytes) -> str:
-    """The server's own words about an error, in one line, wherever it has put them."""
-    text = data.decode(errors="replace")
-    try:
-        match json.loads(text):
-            case {"error": {"message": str(said)}} | {"error": str(said)} | {"message": str(said)}:
-                text = said
-    except ValueError:
-        pass
-    return " ".join(text.split())[:300]
 
 
 def retry_after(headers: Mapping[str, str]) -> float:

@@ -174,6 +174,15 @@ def check_trackers(tensorboard: bool, wandb: str) -> None:
         # Without an origin it is a mere folder of that name, such as wandb makes where it is run.
         if wanted and getattr(find_spec(package), "origin", None) is None:
             raise ValueError(f"{flag} needs a package that is missing: pip install {package}")
+    if wandb:
+        import wandb as library
+
+        is_online = library.setup().settings.mode == "online"
+        if is_online and not library.login(prompt=False, verify=False):
+            raise ValueError(
+                "--wandb: nobody is logged in to Weights & Biases on this machine. Run `wandb login`, set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run here (`wandb sync` sends it later)"
+            )
 
 
 class Trackers:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,12 +19,13 @@ import torch
 import api_model
 import envs
 import evaluate
+import model as weights
 import sft
 from agent import FORMAT, Chat, Trajectory
 from api_model import ApiClient, ApiEngine, ApiError, MessageChat, connect, read_reply, retry_after
 from engines import HFEngine
 from model import load
-from rollout import EnvPool, Limits, RolloutError, check_errors, rollout
+from rollout import Limits, RolloutError, check_errors, rollout
 
 ROOT = Path(__file__).parents[1]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -129,7 +131,7 @@ def test_what_may_pass_is_asked_again(ask, status):
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 301])
 def test_what_stays_refused_is_not(ask, status):
     with pytest.raises(ApiError, match=f"answered {status}: no and no") as refusal:
-        ask((status, {}, {"error": {"message": "no\nand   no"}}))
+        ask((status, {}, b"no\nand   no"))
     assert refusal.value.status == status and len(ask.asked) == 1
 
 
@@ -200,7 +202,9 @@ def test_a_model_that_thought_until_it_was_cut_off_has_said_nothing():
 
 def test_a_key_is_never_shown(ask, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with pytest.raises(ApiError, match="401: no such key as <key>; set OPENAI_API_KEY") as refusal:
+    with pytest.raises(
+        ApiError, match="401: .*no such key as <key>.*; set OPENAI_API_KEY"
+    ) as refusal:
         ask((401, {}, {"error": {"message": "no such key as sk-secret"}}))
     assert "secret" not in str(refusal.value)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
@@ -232,10 +236,10 @@ def test_a_wrong_flag_is_refused(flags, says):
 @pytest.mark.parametrize(
     ("status", "reply", "says"),
     [
-        (404, {"error": {"message": "no model toy"}}, "404: no model toy; is there a model 'toy'"),
+        (404, {"error": {"message": "no such model"}}, 'no such model"}}; is there a model'),
         (404, {"detail": "Not Found"}, "does --api-url end as it should"),
-        (401, {"error": "who are you?"}, "401: who are you?; set OPENAI_API_KEY"),
-        (400, {"message": "temperature must be 1"}, "400: temperature must be 1"),
+        (401, b"who are you?", "401: who are you?; set OPENAI_API_KEY"),
+        (400, b"temperature must be 1", "400: temperature must be 1"),
         (200, {"choices": []}, "expected a chat completion"),
     ],
 )
@@ -275,11 +279,90 @@ def finish(engine: ApiEngine) -> list[tuple]:
     return finished
 
 
+class Signs:
+    """An environment in this process: take what the sign names, and the next sign is up. `black` ends it all."""
+
+    def __init__(self, task: str):
+        self.left = task.split()
+
+    def reset(self) -> str:
+        return f"Sign: {self.left[0]}."
+
+    def step(self, action: str):
+        sign = self.left[0]
+        if action == f"take {sign}":
+            self.left.pop(0)
+        lost, won = sign == "black" and action != "take black", not self.left
+        seen = "Lost." if lost else "Done." if won else f"Sign: {self.left[0]}."
+        return seen, float(won), lost or won, False, {"success": won}
+
+    def close(self):
+        pass
+
+
+class SignPool:
+    """Stands in for EnvPool."""
+
+    instructions = "Take what the sign names."
+
+    def start(self, preferred: int, task: str, seed: int):
+        episode = Signs(task)
+        return episode, episode.reset(), {"success": False, "category": task.split()[-1]}
+
+    def give_back(self, episode):
+        pass
+
+
+TASKS = ["red green", "green blue red", "blue grey", "black red", "green black", "red red blue"]
+# What the model below has learnt by heart. On grey it does what changes nothing, on black what ends the episode.
+LEARNT = {"red": "red", "green": "green", "blue": "blue", "grey": "red", "black": "blue"}
+ALWAYS = "Thought: I go.\nAction: go to green box 1"  # and this in BabyAI
+TURNS = 4
+
+
+def demonstrations() -> list[sft.Demonstration]:
+    """Episodes of a player who knows LEARNT, and of one who says ALWAYS."""
+    demos = []
+    for task in [*TASKS, *map(" ".join, itertools.product(LEARNT, repeat=2))]:
+        game, turns, is_over = Signs(task), [], False
+        first = game.reset()
+        while not is_over and len(turns) < TURNS:
+            sign = game.left[0]
+            words = f"Thought: I see {sign}.\nAction: take {LEARNT[sign]}"
+            seen, _, is_over, *_ = game.step(words.partition("Action: ")[2])
+            turns.append((words, True, seen))
+        demos.append(sft.Demonstration("signs", task, first, turns))
+    env = envs.make("babyai")
+    for task in env.tasks("test")[:10]:
+        turns, is_over = [], False
+        first, _ = env.reset(options={"task": task})
+        while not is_over and len(turns) < TURNS:
+            seen, _, is_over, *_ = env.step(ALWAYS.partition("Action: ")[2])
+            turns.append((ALWAYS, True, seen))
+        demos.append(sft.Demonstration("babyai", task, first, turns))
+    return demos
+
+
 @pytest.fixture(scope="module")
-def clone(one_rank, tmp_path_factory) -> str:
-    """A small model that plays BabyAI now and then as it should."""
-    config = sft.Config(demos=150, updates=120, hidden=64, layers=2)
-    return sft.starting_policy(config, tmp_path_factory.mktemp("models"))
+def parrot(one_rank, tmp_path_factory) -> str:
+    """The folder of a model that has learnt those by heart, so that it writes nothing but their tokens.
+
+    A model that writes a word in other tokens than its tokenizer would plays another episode behind an address: the
+    server reads its words again, as the tokenizer spells them. (BEHAVIOURS 1)
+    """
+    demos = demonstrations()
+    texts = [
+        text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])
+    ]
+    tokenizer = sft.make_tokenizer(texts, 400)
+    chat = Chat(tokenizer)
+    config = sft.Config(updates=100, batch_tokens=600, hidden=64, layers=2, lr=5e-3)
+    actor = weights.Actor(sft.make_tiny(tokenizer, config))
+    sft.clone(actor, [sft.as_trajectory(demo, chat, "") for demo in demos], config, 0)
+    folder = tmp_path_factory.mktemp("parrot")
+    actor.lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def greedy_server(path: str):
@@ -307,42 +390,44 @@ def greedy_server(path: str):
     return answer
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_tokens": 300}, {"max_new_tokens": 14}])
-def test_a_model_plays_the_same_behind_an_address(one_rank, clone, serve, limits):
-    limits = Limits(**{"max_turns": 8, "max_tokens": 1500, "max_new_tokens": 64} | limits)
-    env = envs.make("babyai")
-    pool = EnvPool([serve(lambda: envs.make("babyai"))])
-    pool.check("toy")
-    lm, tokenizer = load(clone)
+@pytest.mark.parametrize(
+    ("max_tokens", "ends"),
+    [
+        (1500, {"terminated": 5, "max_turns": 1}),
+        (50, {"terminated": 3, "max_tokens": 3}),  # full in the middle of a third turn
+        (45, {"terminated": 3, "max_tokens": 3}),  # full before it
+    ],
+)
+def test_a_model_plays_the_same_behind_an_address(one_rank, parrot, max_tokens, ends):
+    lm, tokenizer = load(parrot)
+    limits = Limits(max_turns=TURNS, max_tokens=max_tokens)
 
     def play(engine, chat) -> list[Trajectory]:
-        tasks = [Trajectory("toy", task, i) for i, task in enumerate(env.tasks("test")[:16])]
-        return rollout(engine, chat, {"toy": pool}, tasks, limits, ("test",), temperature=0.0)
+        blanks = [Trajectory("signs", task, i) for i, task in enumerate(TASKS)]
+        return rollout(
+            engine, chat, {"signs": SignPool()}, blanks, limits, ("test",), temperature=0
+        )
 
-    chat = Chat(tokenizer)
+    chat, answer = Chat(tokenizer), greedy_server(parrot)
     here = play(HFEngine(lm.eval(), chat.stop_ids), chat)
-    answer = greedy_server(clone)
     with api_server(answer) as url:
-        messages, engine = connect(ApiClient(url, "clone"), 0.0, limits.max_tokens)
+        messages, engine = connect(ApiClient(url, "parrot"), 0.0, max_tokens)
         there = play(engine, messages)
     for a, b in zip(here, there, strict=True):
         assert (a.task, a.end, a.success, a.error) == (b.task, b.end, b.success, "")
-        assert [turn.action for turn in a.turns] == [turn.action for turn in b.turns]
+        assert (a.episode_return, a.category) == (b.episode_return, b.category)
         assert [turn.observation for turn in a.turns] == [turn.observation for turn in b.turns]
-        # The server's count of tokens is ours, turn by turn. Not of a last turn that ran over the limit: there
-        # the server writes on, which nobody reads.
+        # The server's count of tokens is ours, turn by turn. Only a last turn that does not fit is another one: our
+        # sampler is stopped at the limit, the server writes on, and neither is acted on.
         last = len(a.turns) - (a.end == "max_tokens")
+        assert [turn.action for turn in a.turns[:last]] == [turn.action for turn in b.turns[:last]]
         assert [turn.stop for turn in a.turns[:last]] == [turn.stop for turn in b.turns[:last]]
-        assert a.episode_return == b.episode_return and a.category == b.category
-    ends = {t.end for t in here}
-    if limits.max_tokens == 300:
-        assert "max_tokens" in ends
-    elif limits.max_new_tokens == 64:
-        assert (
-            any(t.success for t in here) and "max_turns" in ends
-        )  # both happen, so both are compared
+    assert Counter(t.end for t in there) == ends
+    assert [t.success for t in there if t.end == "terminated"].count(True) >= 2
+    assert all(t.turns[0].action == f"take {LEARNT[t.task.split()[0]]}" for t in there)
     system, first = answer.asked[1][1]["messages"][:2]
-    assert system["content"] == f"{env.instructions}\n\n{FORMAT}" and first["role"] == "user"
+    text = f"{SignPool.instructions}\n\n{FORMAT}"
+    assert system == {"role": "system", "content": text} and first["role"] == "user"
 
 
 class Counting:
@@ -428,7 +513,7 @@ def test_a_request_lost_for_good_is_an_error_and_no_failure_of_the_agent(one_ran
         ("error", False),
         ("terminated", True),
     ]
-    assert done[1].error.startswith("ApiError") and "400: too long" in done[1].error
+    assert done[1].error.startswith("ApiError") and "too long" in done[1].error
     record = evaluate.summarise(done)
     assert (record["success_rate"], record["tasks"], record["errors"]) == (1.0, 2, 1)
     assert (
@@ -439,19 +524,22 @@ def test_a_request_lost_for_good_is_an_error_and_no_failure_of_the_agent(one_ran
 
 
 @pytest.mark.parametrize(
-    ("read", "written", "why", "end", "turns"),
+    ("replies", "end", "turns"),
     [
-        (40, 9, "stop", "terminated", 3),
-        (40, 10, "stop", "max_tokens", 1),  # exactly full: acted on, with no room for another turn
-        (40, 10, "length", "max_tokens", 1),  # full in the middle of a turn
-        (40, 11, "stop", "max_tokens", 1),  # over: a sampler of ours would have been cut off
-        (50, 1, "stop", "max_tokens", 0),  # no room for the turn at all
+        ([(10, 5), (20, 5), (30, 5)], "terminated", 3),
+        ([(10, 5, "length"), (20, 5), (30, 5)], "terminated", 3),  # cut off, closed, parsed
+        ([(10, 40)], "max_tokens", 1),  # exactly full: acted on, with no room for another turn
+        ([(10, 40, "length")], "max_tokens", 1),  # full in the middle of a turn
+        ([(10, 41)], "max_tokens", 1),  # over: a sampler of ours would have been cut off
+        ([(10, 5), (50, 1)], "max_tokens", 1),  # no room for the second turn at all
     ],
 )
-def test_the_servers_count_decides_what_fits(one_rank, read, written, why, end, turns):
-    with api_server(lambda body, headers: completion(GO, read, written, why)) as url:
+def test_the_servers_count_decides_what_fits(one_rank, replies, end, turns):
+    left = iter(replies)
+    with api_server(lambda body, headers: completion(GO, *next(left))) as url:
         (t,), _ = play(url, 1, max_tokens=50)
     assert (t.end, len(t.turns)) == (end, turns)
+    assert [turn.stop for turn in t.turns] == [sum(reply[:2]) for reply in replies[:turns]]
 
 
 def test_what_an_observation_becomes():
@@ -472,10 +560,10 @@ def test_what_an_observation_becomes():
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, clone):
+def test_the_command(tmp_path, parrot):
     def run(*flags: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, str(ROOT / "evaluate.py"), "--limit", "6", "--max-turns", "4", *flags],
+            [sys.executable, str(ROOT / "evaluate.py"), "--limit", "10", "--max-turns", "4", *flags],
             cwd=tmp_path, capture_output=True, text=True, timeout=300,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "sk-secret"},
         )  # fmt: skip
@@ -484,12 +572,12 @@ def test_the_command(tmp_path, clone):
         known = headers["Authorization"] == "Bearer sk-secret"
         return answer(body, headers) if known else (401, {}, {})
 
-    answer = greedy_server(clone)
+    answer = greedy_server(parrot)
     with api_server(guarded) as url:
-        flags = ("--model", "clone", "--api-url", url, "--temperature", "0", "--name", "there")
+        flags = ("--model", "parrot", "--api-url", url, "--temperature", "0", "--name", "there")
         there = run(*flags, "--prompt-price", "1", "--completion-price", "2")
-    here = run("--model", clone, "--temperature", "0", "--name", "here")
-    gone = run("--model", "clone", "--api-url", url, "--name", "gone")
+    here = run("--model", parrot, "--temperature", "0", "--name", "here")
+    gone = run("--model", "parrot", "--api-url", url, "--name", "gone")
     assert there.returncode == here.returncode == 0, there.stderr[-2000:] + here.stderr[-2000:]
     records = [
         json.loads((tmp_path / "out" / name / "eval.jsonl").read_text())
@@ -498,8 +586,8 @@ def test_the_command(tmp_path, clone):
     usage = records[0].pop("usage")
     for line in records:
         assert line.pop("seconds") > 0
-    assert records[0].pop("model") == "clone" and records[1].pop("model") == clone
-    assert records[0] == records[1]
+    assert records[0].pop("model") == "parrot" and records[1].pop("model") == parrot
+    assert records[0] == records[1] and 0 < records[0]["success_rate"] < 1
     assert usage["cost"] > 0 and f"${usage['cost']:.4f}" in there.stdout
     for path in (tmp_path / "out/there").iterdir():
         assert "sk-secret" not in path.read_text()
