@@ -14,9 +14,10 @@ ids: here an id is a whole message, and TOKEN stands for each further token that
     ids        system user TOKEN TOKEN ... assistant END user TOKEN ... assistant END user
     loss_mask    .     .     s     s          s       s    .    s           s      s    .
 
-So len(ids) is the server's own count, and max_tokens means what it means for a local model. Nothing can be trained
-on it. Only temperature is sent: other settings of sampling are the server's (`vllm serve --generation-config vllm`
-has none), and what is drawn at a temperature above 0 differs from run to run.
+So len(ids) is the server's own count, and max_tokens means what it means for a local model. Two things are not as
+they are there. The server reads the agent's words as text: a model that spelled one in unusual tokens finds other
+tokens in its history than it wrote. And only temperature is sent: further settings of sampling are the server's
+(`vllm serve --generation-config vllm` has none), and what is drawn at a temperature above 0 differs every time.
 
 Read rollout.py and evaluate.py first.
 """
