@@ -3,39 +3,42 @@ Is it better, by how much, and how sure are we: success rates with intervals, on
 
     a policy, a split  ->  trajectories (tasks x samples)  ->  success, return, turns, endings, pass@k
 
-    summarise   trajectories -> one record of numbers
-    bootstrap   95 % interval of a mean over tasks           Efron 1979, the percentile method
+    summarise   trajectories -> one record of numbers, with the bootstrap intervals of compare.py
     table       that record, to read
+    open_model  what plays: a model of this machine, or any behind an address (api_model.py)
 
 The tasks are the sample, not the episodes: several tries at one task share its difficulty, so intervals
 are drawn over tasks. `dev` is for choosing, `test` for reporting: look at it once.
 
-Read train.py first. Run it:
+Read train.py first, compare.py next. Run it:
 
     python evaluate.py --model out/train-001/checkpoints/step_40 --samples 4 --max-turns 4 8 12
+    OPENAI_API_KEY=... python evaluate.py --model gpt-4o --api-url https://api.openai.com/v1 --max-new-tokens 256
+    python evaluate.py --compare out/eval-001 out/eval-002
 """
 
 import dataclasses
 import json
 import os
-import random
 import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the default: 20 times slower on busy machines
 
 import torch.distributed as dist
 
+import api_model
 import envs
 import model as weights
 import sft
 from agent import Chat, Trajectory
 from algorithms import pass_at_k
-from curriculum import seed_for
+from compare import bootstrap, compare
 from engines import check_engine, open_engine
 from env_server import EnvServers, parse_options
 from rollout import EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
@@ -93,9 +96,27 @@ class Config(Play):
         int, ...
     ] = ()  # turn limits, a table each; the environment's own if none given
     limit: int = 0  # only the first so many tasks; 0 for all
+    episode_seconds: float = 600.0  # for an episode, retries included
+    # --- a model behind an address, where --api-url is given; its key is read from OPENAI_API_KEY ---
+    api_url: str = ""  # an OpenAI-compatible server: http://host:8000/v1; --model is its name there
+    api_timeout: float = 120.0  # seconds for one reply
+    prompt_price: float = 0.0  # dollars for a million tokens read; without prices no cost is shown
+    completion_price: float = 0.0  # dollars for a million tokens written
+    # --- or play nothing ---
+    compare: tuple[Path, ...] = ()  # two earlier results, out/eval-001 out/eval-002, task by task
 
     def __post_init__(self):
         super().__post_init__()
+        if self.compare and len(self.compare) != 2:
+            raise ValueError(f"--compare takes two results, A and B, got {len(self.compare)}")
+        if self.api_url:
+            api_model.check_url(self.api_url)
+            if self.engine != "auto":
+                raise ValueError(
+                    f"--engine {self.engine} samples on this machine, --api-url elsewhere: give one of them"
+                )
+        if self.prompt_price < 0 or self.completion_price < 0:
+            raise ValueError("--prompt-price and --completion-price must be 0 or more")
         if self.samples < 1 or self.limit < 0:
             raise ValueError(
                 "--samples must be 1 or more and --limit 0 or more, "
@@ -161,17 +182,6 @@ def open_pools(config, stack: ExitStack) -> dict[str, EnvPool]:
 # --- numbers ---
 
 
-def bootstrap(values: list[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
-    """95 % interval of the mean: draw as many tasks with replacement, take the mean, again and again.
-
-    values   one a task, already averaged over its samples
-    returns  (low, high); a single task gives no interval but itself
-    """
-    rng = random.Random(seed_for(seed, "bootstrap"))
-    means = sorted(sum(rng.choices(values, k=len(values))) / len(values) for _ in range(resamples))
-    return means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1]
-
-
 def by_task(trajectories: list[Trajectory]) -> dict[tuple[str, str], list[Trajectory]]:
     """The valid trajectories of each (environment, task): those whose environment did not fail."""
     tasks: dict[tuple[str, str], list[Trajectory]] = {}
@@ -223,16 +233,6 @@ def _mean(values) -> float:
     return sum(values) / len(values)
 
 
-def gain(before: dict, after: dict, seed: int = 0) -> tuple[float, float, float]:
-    """Mean gain in success between two records on the same tasks, and its 95 % interval.
-
-    Paired: the difference is taken task by task, so that how hard the tasks are cancels out.
-    """
-    shared = before["per_task"].keys() & after["per_task"].keys()
-    differences = [after["per_task"][task] - before["per_task"][task] for task in sorted(shared)]
-    return _mean(differences), *bootstrap(differences, seed)
-
-
 def table(record: dict, title: str) -> str:
     """A record as lines of text."""
     if not record["episodes"]:
@@ -249,6 +249,8 @@ def table(record: dict, title: str) -> str:
         lines.append(
             "    " + ", ".join(f"pass@{k} {rate:.3f}" for k, rate in record["pass_at"].items())
         )
+    if "usage" in record:
+        lines.append(f"    {api_model.in_words(record['usage'])}")
     return "\n".join(lines)
 
 
@@ -315,28 +317,42 @@ def find_model(config) -> str:
     return weights.on_rank_0(weights.smollm2) if config.model == "smollm2" else config.model
 
 
+def open_model(config: Config, stack: ExitStack):
+    """What plays: (its path or name, its chat template, its engine). Ends with `stack`. Collective."""
+    if config.api_url:
+        prices = (config.prompt_price, config.completion_price)
+        client = api_model.ApiClient(config.api_url, config.model, config.api_timeout, prices)
+        return config.model, *api_model.connect(client, config.temperature, config.max_tokens)
+    path = find_model(config)
+    lm, tokenizer = weights.load(path, weights.compute_dtype())
+    weights.check_fits(lm, config.max_tokens)
+    chat = Chat(tokenizer)
+    engine = open_engine(
+        config.engine, path, lambda: lm.to(weights.device()).eval(), chat.stop_ids, config.seed,
+        config.max_tokens, config.vllm_memory,
+    )  # fmt: skip
+    stack.callback(engine.close)
+    return path, chat, engine
+
+
 def main(config: Config) -> None:
     """Evaluate on every requested turn limit, print tables, write out/<name>/eval.jsonl."""
+    if config.compare:
+        print(compare(*config.compare, config.seed))
+        return
     with ExitStack() as stack:
         stack.enter_context(weights.distributed())
         weights.check_free(config.name)  # before any work
-        path = find_model(config)
-        lm, tokenizer = weights.load(path, weights.compute_dtype())
-        weights.check_fits(lm, config.max_tokens)
-        chat = Chat(tokenizer)
-        engine = open_engine(
-            config.engine, path, lambda: lm.to(weights.device()).eval(), chat.stop_ids, config.seed,
-            config.max_tokens, config.vllm_memory,
-        )  # fmt: skip
-        stack.callback(engine.close)
+        path, chat, engine = open_model(config, stack)
         pools = open_pools(config, stack)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
         for max_turns in config.max_turns or (
             max(envs.make(name).max_turns for name in config.env),
         ):
             limits = Limits(
-                max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens
-            )
+                max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens,
+                config.episode_seconds,
+            )  # fmt: skip
             started = time.perf_counter()
             trajectories = play_split(
                 engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
@@ -344,6 +360,8 @@ def main(config: Config) -> None:
             )  # fmt: skip
             check_errors(trajectories, config.max_error_fraction)
             record = summarise(trajectories, config.seed)
+            if config.api_url:
+                record["usage"] = engine.take_usage()
             if dist.get_rank() == 0:
                 print(
                     table(

@@ -4,18 +4,25 @@ What a run writes down: a line a training step, a line an episode, and both in w
     trajectories, batch  ->  rollout_metrics  ->  metrics.jsonl
     an update's stats    ->  update_metrics   ->  metrics.jsonl
     a trajectory         ->  as_line          ->  trajectories.jsonl
-    eval.jsonl           ->  compare          ->  "success 0.45 -> 0.70, gain +0.25 [+0.20, +0.30]"
+    lines of these files ->  Trackers         ->  TensorBoard, Weights & Biases (where asked for)
 
 The README's table says what each number means and what bad looks like. Part of train.py: read that first.
 """
 
 import json
 import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
+
+from tqdm import tqdm
 
 from agent import Trajectory
 from algorithms import combine_stats, dead_groups, explained_variance
-from evaluate import gain
 from rollout import Batch
 
 # --- a training step ---
@@ -155,16 +162,126 @@ def one_line(m: dict) -> str:
     )
 
 
-def compare(run: Path) -> str:
-    """Before and after on test, from eval.jsonl: success, and the gain with its interval over tasks."""
-    records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
-    records = [record for record in records if record["split"] == "test"]
-    lines = []
-    for temperature in dict.fromkeys(record["temperature"] for record in records):
-        first, *_, last = [record for record in records if record["temperature"] == temperature]
-        mean, low, high = gain(first, last)
-        lines.append(
-            f"test, {'greedy' if temperature == 0 else 'sampled'}: success {first['success_rate']:.3f} -> "
-            f"{last['success_rate']:.3f}, gain {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-        )
-    return "\n".join(lines)
+# --- watched from elsewhere ---
+
+
+def check_trackers(tensorboard: bool, wandb: str) -> None:
+    """raises ValueError, in one sentence, where a package is missing or nobody is logged in."""
+    for flag, wanted, package in (
+        ("--tensorboard", tensorboard, "tensorboard"),
+        ("--wandb", wandb, "wandb"),
+    ):
+        # Without an origin it is a mere folder of that name, such as wandb makes where it is run.
+        if wanted and getattr(find_spec(package), "origin", None) is None:
+            raise ValueError(f"{flag} needs a package that is missing: pip install {package}")
+    if wandb:
+        import wandb as library
+
+        is_online = library.setup().settings.mode == "online"
+        if is_online and not library.login(prompt=False, verify=False):
+            raise ValueError(
+                "--wandb: nobody is logged in to Weights & Biases on this machine. Run `wandb login`, set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run here (`wandb sync` sends it later)"
+            )
+
+
+class Trackers:
+    """Lines of metrics.jsonl and eval.jsonl, sent on to TensorBoard and Weights & Biases where asked for.
+
+    On resuming the files are sent from their start: what the run has taken back, or never got round to writing, is
+    then right there too. One that fails (no network, a full disk) is dropped with a line, and the run goes on.
+
+    with Trackers(config, folder) as trackers:
+        trackers.log("metrics.jsonl", [{"step": 1, "success_rate": 0.5}])
+    """
+
+    def __init__(self, config, folder: Path):
+        self.senders: dict[str, Callable] = {}  # by name: what takes (values, step)
+        self.closers: dict[str, Callable] = {}  # by name: what takes whether the run has failed
+        if config.tensorboard:
+            self._try("TensorBoard", self._open_tensorboard, folder)
+        if config.wandb:
+            self._try("Weights & Biases", self._open_wandb, config, folder)
+        history = [
+            (line["step"], file, line)
+            for file in ("metrics.jsonl", "eval.jsonl")
+            if (folder / file).exists()
+            for line in map(json.loads, (folder / file).read_text().splitlines())
+        ]
+        for _, file, line in sorted(history, key=lambda entry: entry[0]):
+            self.log(file, [line])
+
+    def log(self, file: str, lines: list[dict]) -> None:
+        """Send on what was added to one of the run's files."""
+        for line in lines if file in ("metrics.jsonl", "eval.jsonl") else ():
+            kind = "train"
+            if "split" in line:
+                kind = f"{line['split']}_{'sampled' if line['temperature'] else 'greedy'}"
+            for name, send in list(self.senders.items()):
+                self._try(name, send, numbers(line, f"{kind}/"), line["step"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        for name, close in self.closers.items():
+            self._try(name, close, kind is not None)
+
+    def _try(self, name: str, call: Callable, *args) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # whatever it is, it is not worth a run
+            self.senders.pop(name, None)
+            reason = " ".join(str(error).split())
+            tqdm.write(f"{name} failed and gets no more of this run: {reason}", file=sys.stderr)
+
+    def _open_tensorboard(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step: whatever an earlier process has written of this run does not count.
+        writer = SummaryWriter(folder / "tensorboard", purge_step=0)
+
+        def send(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        self.senders["TensorBoard"] = send
+        self.closers["TensorBoard"] = lambda failed: writer.close()
+
+    def _open_wandb(self, config, folder: Path) -> None:
+        import wandb
+
+        known = folder / "wandb-id.txt"
+        if not known.exists():
+            known.write_text(secrets.token_hex(4))
+        settings = {key: value for key, value in asdict(config).items() if key != "env_token"}
+        run = wandb.init(
+            project=config.wandb, name=folder.name, id=known.read_text(), resume="allow",
+            dir=folder, config=settings, settings=wandb.Settings(console="off"),
+        )  # fmt: skip
+
+        def send(values: dict[str, float], step: int) -> None:
+            # Its steps can't be taken back: of those played again after a crash, the first version stays.
+            if step >= run.step:
+                run.log(values, step=step)
+
+        self.senders["Weights & Biases"] = send
+        self.closers["Weights & Biases"] = lambda failed: run.finish(exit_code=int(failed))
+
+
+def numbers(line: dict, prefix: str = "") -> dict[str, float]:
+    """A line's numbers by name, nested ones as outer/inner; texts, nulls, lists, and what has a name a task are not.
+
+    >>> numbers({"step": 3, "grad_norm": None, "success_by_env": {"babyai": 0.5}}, "train/")
+    {'train/success_by_env/babyai': 0.5}
+    """
+    found = {}
+    for name, value in line.items():
+        if name in ("step", "per_task", "errors"):
+            continue
+        if isinstance(value, dict):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            found[prefix + name] = float(value)
+    return found

@@ -289,6 +289,13 @@ class _Loop:
     def _act(self, episode: _Episode, ids: list[int], logprobs: list[float]) -> None:
         """The engine has written a turn: pass its action on, or answer a broken form ourselves."""
         trajectory = episode.trajectory
+        if isinstance(ids, Exception):  # a model behind an address (api_model.py) may be lost, too
+            episode.attempt = self.limits.retries  # it has been asked again for long already
+            self._fail(episode, ids)
+            return
+        if not ids:  # that server counts the tokens, and finds no room for a turn only when asked
+            self._finish(episode, "max_tokens")
+            return
         is_cut = (
             len(trajectory.ids) + len(ids) >= self.limits.max_tokens
             and ids[-1] != self.chat.end_of_turn

@@ -55,13 +55,15 @@ from algorithms import (
     value_loss,
     whiten,
 )
+from compare import before_and_after
 from curriculum import adaptive_horizon, horizon, sample_tasks, seed_for
 from engines import open_engine
 from evaluate import Play, find_model, open_pools, play_split, summarise, table, transcript
 from records import (
+    Trackers,
     append_lines,
     as_line,
-    compare,
+    check_trackers,
     one_line,
     rollout_metrics,
     take_back,
@@ -143,6 +145,8 @@ class Config(Play):
     save_every: int = 10  # steps between checkpoints; the last step is always saved
     keep: int = 2  # newest checkpoints to keep, besides the best on dev
     log_tokens: int = 8  # trajectories of a step logged with their tokens
+    tensorboard: bool = False  # also to out/<name>/tensorboard: pip install tensorboard
+    wandb: str = ""  # also to this project of Weights & Biases: pip install wandb
     resume: bool = False  # continue out/<name> from its newest checkpoint
 
     def __post_init__(self):
@@ -176,6 +180,7 @@ class Config(Play):
             raise ValueError("--kl-coef and --entropy-coef must be 0 or more")
         if self.resume and not self.name:
             raise ValueError("--resume continues a named run: say which with --name")
+        check_trackers(self.tensorboard, self.wandb)
 
     def limits(self, max_turns: int) -> Limits:
         """An episode's bounds, at the present horizon."""
@@ -389,6 +394,7 @@ def resume_point(config: Config) -> Path | None:
     # What may differ changes nothing that has been computed already.
     free = {"resume", "save_every", "keep", "log_tokens"} | (set() if config.decay else {"steps"})
     free |= {"env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
+    free |= {"tensorboard", "wandb"}
     changed = [
         f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}"
         for key in now
@@ -443,6 +449,8 @@ class Run:
         self.folder = weights.on_rank_0(
             lambda: open_run(config, self.state["step"] if checkpoint else -1)
         )
+        if self.is_main:
+            self.trackers = stack.enter_context(Trackers(config, self.folder))
         self.is_new = checkpoint is None
         self.sync(self.state["version"])
         self.tasks = [
@@ -492,6 +500,7 @@ class Run:
         """Add lines to one of the run's files."""
         if self.is_main:
             append_lines(self.folder / file, lines)
+            self.trackers.log(file, lines)
 
     def sync(self, version: int) -> float:
         """Give the sampler the present weights, and see that it has them. Collective.
@@ -703,7 +712,7 @@ def main(config: Config) -> None:
         if run.is_main:
             if config.eval_every:
                 print(transcript(valid[0], run.chat, os.isatty(1)))
-                print(compare(run.folder))
+                print(before_and_after(run.folder))
             report.draw(run.folder, run.folder / "curve.png")
             seconds = time.perf_counter() - started
             print(

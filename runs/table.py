@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import tyro  # noqa: E402
 
-from evaluate import bootstrap  # noqa: E402
+from compare import bootstrap  # noqa: E402
 
 # Stages and interval for the grown horizon are set so that each stage gets about a third of the budget.
 SETTINGS = {

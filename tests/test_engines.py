@@ -1,5 +1,6 @@
 """Samplers: the same tokens alone and in company, from new weights at once, and never from stale keys."""
 
+import json
 import math
 import random
 
@@ -8,6 +9,7 @@ import torch
 
 from agent import Trajectory
 from engines import HFEngine, SlotCache, sample
+from model import Actor, load
 
 # --- the sampler ---
 
@@ -136,6 +138,41 @@ def test_greedy_and_sampled_rows_share_a_wave(lm):
         plain = (lm(ids).logits[0, 2:-1] / temperature).log_softmax(-1)
         plain = plain.gather(1, ids[0, 3:, None])[:, 0]  # BEHAVIOURS 24
         assert logprobs == pytest.approx(plain.tolist(), abs=1e-4)
+
+
+# What instruct models ship in generation_config.json, for `generate` and for servers. A sampler that took any of it
+# would sample from another distribution than the one trained.
+SHIPPED = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "repetition_penalty": 1.1,
+}
+
+
+def test_a_models_own_settings_of_sampling_are_not_used(make_lm, tokenizer, tmp_path):
+    # BEHAVIOURS 24, 25: the first update's ratio is 1
+    make_lm().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(SHIPPED))
+    lm, _ = load(str(tmp_path))
+    assert (lm.generation_config.top_k, lm.generation_config.top_p) == (20, 0.8)
+    engine, actor, ranks = HFEngine(lm, {-1}, seed=1), Actor(lm), []
+    prompt = [11, 12, 13] * 4
+    for i in range(8):
+        engine.add(("x", i, 0), prompt, 16, 1.3)
+    for _, sampled, logprobs in drain(engine):
+        ids = torch.tensor([prompt + sampled])
+        mask = torch.arange(ids.shape[1])[None] >= len(prompt)
+        with torch.no_grad():
+            old_logprobs, _ = actor(ids, mask, 1.3)
+            rows = lm(ids).logits[0, len(prompt) - 1 : -1]
+        ratio = (old_logprobs[mask] - torch.tensor(logprobs)).exp()
+        torch.testing.assert_close(ratio, torch.ones(16), atol=1e-3, rtol=0)
+        ranks += (rows > rows.gather(1, ids[0, len(prompt) :, None])).sum(1).tolist()
+    assert max(ranks) >= 20  # top_k would not have let this through
+    lm.save_pretrained(tmp_path / "checkpoint")  # and what is trained from it can be saved
 
 
 def test_the_same_question_may_be_asked_again(lm):

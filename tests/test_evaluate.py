@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agent import Trajectory, Turn
-from evaluate import bootstrap, first, gain, summarise, table
+from evaluate import first, summarise, table
 from report import draw, read_lines, smooth
 
 
@@ -52,22 +52,6 @@ def test_nothing_valid_is_said_and_not_divided_by():
     r = summarise([played("a", False, "error")])
     assert r == {"tasks": 0, "episodes": 0, "errors": 1}
     assert table(r, "dev") == "dev: no valid episode (1 errors)"
-
-
-def test_the_bootstrap_has_the_binomials_width():
-    low, high = bootstrap([1.0] * 50 + [0.0] * 50)
-    assert low == pytest.approx(0.402, abs=0.025) and high == pytest.approx(0.598, abs=0.025)
-    assert bootstrap([0.3] * 20) == (pytest.approx(0.3), pytest.approx(0.3))
-    assert bootstrap([0.0, 1.0, 1.0]) == bootstrap([0.0, 1.0, 1.0])  # seeded
-
-
-def test_a_gain_is_paired_by_task():
-    before = {"per_task": {f"t{i}": i / 100 for i in range(100)}}
-    after = {"per_task": {f"t{i}": i / 100 + 0.1 for i in range(100)}}
-    # Every task gained 0.1: no interval at all. Unpaired, the spread of the tasks would drown it.
-    assert gain(before, after) == (pytest.approx(0.1), pytest.approx(0.1), pytest.approx(0.1))
-    del after["per_task"]["t0"]
-    assert gain(before, after)[0] == pytest.approx(0.1)
 
 
 def test_a_limit_of_0_is_no_limit():

@@ -7,6 +7,7 @@ The slow tests start real processes with real environment servers; `pytest -m "n
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,10 @@ def start(tmp_path_factory) -> str:
         (["--temperature", "0"], "greedy"),
         (["--max-tokens", "5000"], "context of 4096 tokens"),
         (["--no-such-flag"], "no-such-flag"),
+        (
+            ["--top-p", "0.9"],
+            "top-p",
+        ),  # the trainer scores at a temperature, and knows no other distribution
     ],
 )
 def test_a_users_mistake_is_said_and_ends_with_code_2(flags, says, tmp_path, start):
@@ -160,6 +165,37 @@ def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(
 
     changed = run("train.py", *flags, "--name", "killed", "--resume", "--lr", "0.5", cwd=tmp_path)
     assert changed.returncode == 2 and "--lr was 0.0002, now 0.5" in changed.stderr
+
+
+@pytest.mark.slow
+def test_a_tracked_run_is_the_same_run_and_is_continued(tmp_path, start, monkeypatch):
+    pytest.importorskip("wandb")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    flags = [*QUICK, "--model", start]
+    refused = run("train.py", *flags, "--wandb", "toy", "--name", "tracked", cwd=tmp_path)
+    assert refused.returncode == 2 and "WANDB_MODE=offline" in refused.stdout + refused.stderr
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags += ["--tensorboard", "--wandb", "toy", "--name", "tracked"]
+    for resume in ([], ["--resume"]):
+        done = run("train.py", *flags, *resume, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+        shutil.rmtree(tmp_path / "out/tracked/checkpoints/step_4")  # as if killed before its save
+    folder = tmp_path / "out/tracked"
+    plain = run("train.py", *flags[:-5], "--name", "plain", cwd=tmp_path)
+    assert plain.returncode == 0 and metrics(folder) == metrics(tmp_path / "out/plain")
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    returns = events.Scalars("train/return_mean")
+    assert [event.step for event in returns] == [1, 2, 3, 4]
+    assert [event.value for event in returns] == pytest.approx(
+        [line["return_mean"] for line in metrics(folder)]
+    )
+    # Two processes, one run of Weights & Biases: the folder's name ends in the run's id.
+    sessions = [path.name for path in (folder / "wandb").glob("offline-run-*")]
+    assert len(sessions) == 2
+    assert {name.rpartition("-")[2] for name in sessions} == {(folder / "wandb-id.txt").read_text()}
 
 
 def test_lines_newer_than_the_checkpoint_are_taken_back(tmp_path):

@@ -1,5 +1,7 @@
 """vLLM, the real one: its CPU build where there is no GPU. Slow to start, so one engine serves several tests."""
 
+import json
+
 import pytest
 import torch
 
@@ -32,6 +34,15 @@ def sampler(request, tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp(request.param)
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # As instruct models ship it: every test here also shows that none of it is used.
+    shipped = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(shipped))
     engine = VLLMEngine(str(folder), {5}, seed=1, max_tokens=256)
     yield engine, lm
     engine.close()
@@ -66,6 +77,19 @@ def test_logprobs_are_those_of_the_distribution_sampled(sampler, temperature):  
     for key, (ids, logprobs) in made.items():
         assert 1 <= len(ids) <= 12 and 5 not in ids[:-1]
         assert logprobs == pytest.approx(plain(lm, prompts[key], ids, temperature), abs=CLOSE)
+
+
+def test_a_models_own_settings_of_sampling_are_not_used(sampler):  # BEHAVIOURS 24, 25
+    engine, lm = sampler
+    prompt, ranks = [11, 12, 13] * 4, []  # repetition_penalty would act on these
+    for i in range(8):
+        engine.add(("own", i), prompt, 16, 1.3)
+    for ids, logprobs in finish(engine).values():
+        assert logprobs == pytest.approx(plain(lm, prompt, ids, 1.3), abs=CLOSE)
+        with torch.no_grad():
+            rows = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        ranks += (rows > rows.gather(1, torch.tensor(ids)[:, None])).sum(1).tolist()
+    assert max(ranks) >= 20  # top_k would not have let this through
 
 
 def test_greedy_is_the_most_likely_token_of_the_trainer(sampler):
