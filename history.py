@@ -5,7 +5,7 @@ What a run wrote, read back: by report.py for its page, whatever a crash or an o
 
     stream        the objects of a JSON-lines file
     curves        metrics.jsonl as columns, and an interval for success
-    evaluation    a line of eval.jsonl, with its gain
+    evaluations   eval.jsonl, with gains
     trajectory    a line of trajectories.jsonl, and token_numbers its tokens
     gather        all of it
 
@@ -95,9 +95,9 @@ def curves(metrics: list[dict], outcomes: dict[int, dict], notes: list[str]) -> 
     """
     steps = [m["step"] for m in metrics]
     names = {name: None for m in metrics for name in m if number(m[name]) is not None}
-    columns = {name: [number(m.get(name)) for m in metrics] for name in names}
-    success = columns.get("success_rate", [])
-    columns["success_smooth"] = smooth([v if isinstance(v, float | int) else None for v in success])
+    columns = {name: [m.get(name) for m in metrics] for name in names}
+    success = [number(m.get("success_rate")) for m in metrics]
+    columns["success_smooth"] = smooth([None if isinstance(v, str) else v for v in success])
     every = 1 + max(0, len(steps) - 1) // MOST_STEPS
     if every > 1:
         notes.append(f"of {len(steps):,} training steps, curves show one in {every}")
@@ -111,10 +111,23 @@ def curves(metrics: list[dict], outcomes: dict[int, dict], notes: list[str]) -> 
     return {name: [number(v) for v in column[::every]] for name, column in columns.items()}
 
 
-def evaluation(record: dict, run: int, first: dict[tuple, dict]) -> dict:
-    """A line of eval.jsonl for the page; one of train.py's with its gain over the first of its kind.
+def evaluations(path: Path, run: int, notes: list[str]) -> list[dict]:
+    """The records of an eval.jsonl for the page; train.py's last one of a kind with its gain over the first."""
+    records = list(shaped(path, lambda record: evaluation(record, run), notes))
+    kinds: dict[tuple, list[dict]] = {}
+    for record in records:
+        kind = (record["split"], record["temperature"], record["max_turns"])
+        if record["step"] is not None:
+            kinds.setdefault(kind, []).append(record)
+    for same in kinds.values():
+        if len(same) > 1 and same[0]["per_task"].keys() & same[-1]["per_task"].keys():
+            same[-1]["gain"] = [number(value) for value in gain(same[0], same[-1])]
+    return [{name: record[name] for name in record if name != "per_task"} for record in records]
 
-    first    kind -> its first record; is filled as we go
+
+def evaluation(record: dict, run: int) -> dict:
+    """A line of eval.jsonl for the page.
+
     raises   TypeError, AttributeError, ... where something in it is of another kind than expected
     """
     numbers = "step temperature max_turns tasks episodes errors success_rate return_mean turns_mean"
@@ -124,11 +137,8 @@ def evaluation(record: dict, run: int, first: dict[tuple, dict]) -> dict:
     line |= {"low": number(low), "high": number(high), "gain": None}
     for name in ("ends", "pass_at", "by_category"):
         line[name] = {key: number(value) for key, value in (record.get(name) or {}).items()}
-    before = first.setdefault((line["split"], line["temperature"], line["max_turns"]), record)
-    shared = before.get("per_task", {}).keys() & record.get("per_task", {}).keys()
-    if before is not record and line["step"] is not None and shared:
-        line["gain"] = [number(value) for value in gain(before, record)]
-    return line
+    rates = record.get("per_task") or {}
+    return line | {"per_task": {task: float(rate) for task, rate in rates.items()}}
 
 
 def text(value: object) -> str:
@@ -209,9 +219,7 @@ def gather(folders: list[Path], newest: int | None = None) -> tuple[dict, list[t
     for run, folder in enumerate(folders):
         metrics = read_lines(folder / "metrics.jsonl", notes)
         metrics = [m for m in metrics if isinstance(m.get("step"), int)]
-        first: dict[tuple, dict] = {}
-        shape = lambda record: evaluation(record, run, first)  # noqa: E731
-        records = list(shaped(folder / "eval.jsonl", shape, notes))
+        records = evaluations(folder / "eval.jsonl", run, notes)
         before, outcomes = len(items), {}
         shape = lambda line: (trajectory(line, run), token_numbers(line.get("tokens")))  # noqa: E731
         for t, tokens in shaped(folder / "trajectories.jsonl", shape, notes, newest):

@@ -5,10 +5,12 @@ Every page is opened through `opened`, which fails on a console error, a page er
 """
 
 import json
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -361,7 +363,7 @@ def test_the_curves_and_their_numbers(browser, tmp_path):
         assert titles[-1].endswith("not a finite number at training step 3")
         success = page.locator("#curves svg[role=img]").first
         assert success.locator("rect.stage").count() == 2
-        words = success.locator("text").all_inner_texts()
+        words = success.locator("text").all_text_contents()
         assert {"4 turns", "8 turns", "training step", "success rate"} <= set(words)
         success.focus()
         page.keyboard.press("ArrowLeft")  # the last step
@@ -375,7 +377,7 @@ def test_the_curves_and_their_numbers(browser, tmp_path):
         tip = page.locator("#tip").inner_text().split("\n")
         assert (
             tip[0] == "training step 3"
-            and "dev, sampled at temperature 1: 0.167 [0.067, 0.267]" in tip
+            and "dev, sampled at temperature 1: 0.167 [0.0667, 0.267]" in tip
         )
         box = success.bounding_box()
         page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 100)
@@ -395,7 +397,7 @@ def test_before_and_after_in_a_table(browser, tmp_path):
             row.inner_text().split("\t")
             for row in page.locator("#tables table").first.locator("tr").all()
         ]
-        assert rows[0] == ["success by category", "step 0", "step 6"]
+        assert rows[0] == ["what\n", "step 0", "step 6"]
         table = {name.strip(): cells for name, *cells in rows[1:]}
         assert table["success"] == ["0.167 [0.067, 0.267]", "0.833 [0.733, 0.933]"]
         assert table["gain over the first"] == ["–", f"+{mean:.3f} [+{low:.3f}, +{high:.3f}]"]
@@ -517,8 +519,9 @@ def test_keys(browser, tmp_path):
             and not page.locator("#help").is_visible()
         )
         wait_for_count(page, 0)
-        press("Escape")
+        press("Escape")  # out of the field, which keeps its words
         assert page.evaluate("document.activeElement.tagName") == "BODY"
+        assert page.locator("#search").input_value() == "jjk?"
         press("?")
         assert page.locator("#help").is_visible()
         press("j")  # nothing happens behind it
@@ -676,7 +679,10 @@ def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path, tokenizer, t
         env=text, task=text, category=text, error=text, end=text, split=text, last_observation=text
     )
     turn = {"observation": text, "completion": text, "thought": text, "action": text, "reward": 0.0}
-    hostile |= {"turns": [turn], "tokens": with_tokens(tokenizer.encode("a b c d e f g h i j k"))}
+    tokenizer, token = deepcopy(tokenizer), text.replace("\ud800", "?")
+    tokenizer.add_tokens([token])  # a word of the vocabulary, too
+    ids = tokenizer.encode("a b ") + [tokenizer.convert_tokens_to_ids(token)] * 8
+    hostile |= {"turns": [turn], "tokens": with_tokens(ids)}
     records = [
         eval_record(
             {text: 0.0}, split=text, model=text, ends={text: 1}, by_category={text: 0.5}, step=step
@@ -685,44 +691,28 @@ def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path, tokenizer, t
     ]
     name = text.replace("/", "").encode("utf-8", "replace").decode()  # what a folder may be called
     run = a_run(tmp_path / name, [hostile, line()], [step_metrics(1)], records, model=text)
-    checkpoint = run / "checkpoints/step_1"
-    tokenizer.save_pretrained(checkpoint)
-    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())
-    sampled = tokenizer.encode("a b c d e f g h i j k")[4]
-    for token, number in list(vocabulary["model"]["vocab"].items()):
-        if number == sampled:  # a word of the vocabulary, too
-            vocabulary["added_tokens"].append({
-                "id": sampled, "content": text.replace("\ud800", "?"), "special": True, "single_word": False, "lstrip": False,
-                "rstrip": False, "normalized": False,
-            })  # fmt: skip
-            assert token
-    (checkpoint / "tokenizer.json").write_text(json.dumps(vocabulary))
+    tokenizer.save_pretrained(run / "checkpoints/step_1")
     (run / "metrics.jsonl").open("a").write("broken\n")  # a note with the folder's name
     with opened(browser, page_of(run)) as page:
         scripts = "document.querySelectorAll('script').length + 10 * document.querySelectorAll('img').length"
         assert page.evaluate(scripts) == 4
         assert page.evaluate("typeof window.hacked") == "undefined"
         # compared in the page, since half a surrogate pair can't leave it
-        same = lambda where: page.evaluate(
+        same = lambda where, text=text: page.evaluate(
             "([where, text]) => [...document.querySelectorAll(where)].map(e => e.textContent === JSON.parse(text))",
             [where, json.dumps(text)],
         )
         # at the end; observation, as written, thought, action of the turn
         assert same("article .turn dd .said") == [True] * 5
-        assert same("article p.bad .said") == [True] and same("article h3 .said") == [False, True]
-        assert same("#split option") == [False, True, False] and same("#end option") == [
-            False,
-            True,
-            False,
-        ]
-        assert (
-            sum(same("#tables th")) == 2 * 1
-        )  # the category, once a table; and the split is its title
+        assert same("article p.bad .said") == [True] and same("article h3 .category") == [True]
+        assert same("article h3 .said", f"{text}/{text}") == [True, False]
+        for box in ("#split option", "#end option"):
+            assert same(box) == [False, True, False]
+        assert sum(same("#tables th")) == 1  # the category
         assert page.evaluate("document.title").startswith(name[:4])
         assert page.locator("h1").evaluate("e => e.textContent") == name
         assert name in page.locator("#notes").text_content()
         page.keyboard.press("t")
-        token = text.replace("\ud800", "?")
         words = page.locator(".token").evaluate_all("all => all.map(e => e.textContent)")
         assert token in words
         page.locator(".token").nth(4).hover()
@@ -734,22 +724,22 @@ def test_a_strangers_text_is_shown_and_never_run(browser, tmp_path, tokenizer, t
 @needs_chromium
 def test_the_policy_stops_what_the_page_itself_would_not(browser, tmp_path):
     """The second wall: even markup that got into the page, as it can't, runs nothing and fetches nothing."""
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(0.5)
     html = page_of(a_run(tmp_path / "run"))
-    inside = "<script>window.hacked = 1</script><img src=http://127.0.0.1:9/x onerror='window.hacked = 1'>"
+    inside = (
+        "<script>window.hacked = 1</script><b onclick='window.hacked = 1' id=b>b</b>"
+        f"<img src='http://127.0.0.1:{server.getsockname()[1]}/x' onerror='window.hacked = 1'>"
+    )
     html.write_text(html.read_text().replace("<main>", f"<main>{inside}"))
-    context = browser.new_context()
-    try:
+    with server, closing(browser.new_context()) as context:
         page = context.new_page()
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
         page.goto(html.as_uri())
-        page.wait_for_timeout(200)
-        assert page.evaluate("typeof window.hacked") == "undefined" and asked == [html.as_uri()]
-        assert (
-            page.locator("#count").inner_text().startswith("48 of 48")
-        )  # and our own script did run
-    finally:
-        context.close()
+        page.locator("#b").click()
+        with pytest.raises(TimeoutError):
+            server.accept()
+        assert page.evaluate("typeof window.hacked") == "undefined"
+        assert page.locator("#count").inner_text().startswith("48 of 48")  # our own script did run
 
 
 # --- size ---
@@ -822,8 +812,19 @@ def test_several_runs_in_one_page(browser, tmp_path):
     twin = a_run(tmp_path / "z/a", metrics=[step_metrics(s, max_turns=12) for s in range(1, 4)])
     with opened(browser, page_of(a, b, twin)) as page:
         assert page.locator("#run option").all_inner_texts() == ["any", str(a), "b", str(twin)]
-        legend = page.locator("#curves .legend").first.inner_text()
-        assert f"{a}: training tasks, mean of 5 steps" in legend and "b: training tasks" in legend
+        legends = [
+            legend.inner_text().split("\n") for legend in page.locator("#curves .legend").all()
+        ]
+        assert legends[0] == [str(a), "b", str(twin), "a test, sampled", "a test, greedy", "on dev"]
+        assert legends[1] == [str(a), "b", str(twin)]  # the return
+        lines = (
+            page.locator("#curves figure").first.locator("svg[role=img] .curve:not(.faint)").all()
+        )
+        colors = {one.evaluate("e => getComputedStyle(e).stroke") for one in lines}
+        assert len(lines) == len(colors) == 3
+        page.locator("#curves svg[role=img]").first.focus()
+        page.keyboard.press("ArrowLeft")
+        assert "b: training tasks, mean of 5 steps: 0.4" in page.locator("#tip").inner_text()
         assert page.locator("rect.stage").count() == 0
         assert "horizons differ" in page.locator("#learning-text").inner_text()
         header = page.locator("#tables thead").first.locator("th").all_inner_texts()[1:]
