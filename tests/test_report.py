@@ -394,7 +394,7 @@ def test_before_and_after_in_a_table(browser, tmp_path):
             "test, sampled at temperature 1", "dev, sampled at temperature 1",
         ]  # fmt: skip
         rows = [
-            row.inner_text().split("\t")
+            row.inner_text().replace("\xa0", " ").split("\t")
             for row in page.locator("#tables table").first.locator("tr").all()
         ]
         assert rows[0] == ["what\n", "step 0", "step 6"]
@@ -599,7 +599,9 @@ def test_tokens_have_their_words_colours_and_numbers(browser, tmp_path, tokenize
         assert [alpha(page, t)[0] for t in (3, 4, 7, 8)] == pytest.approx(
             [0, 0.27, 0.27, 0]
         )  # the mask
-        assert [t.get_attribute("data-j") for t in page.locator(".token:not(.read)").all()] == [*"4567"]
+        assert [t.get_attribute("data-j") for t in page.locator(".token:not(.read)").all()] == [
+            *"4567"
+        ]
         tokens.nth(4).hover()
         word = tokenizer.decode(ids[4:5])
         assert page.locator("#tip").inner_text().split("\n") == [
