@@ -452,6 +452,7 @@ class Run:
         if self.is_main:
             self.trackers = stack.enter_context(Trackers(config, self.folder))
         self.is_new = checkpoint is None
+        self.page_due = 0.0  # when report.html may be written again
         self.sync(self.state["version"])
         self.tasks = [
             (name, task)
@@ -570,6 +571,7 @@ class Run:
         weights.save_checkpoint(folder, self.tokenizer, self.optimizers, self.modules, self.state)
         if self.is_main:
             weights.keep_newest(self.folder, self.config.keep)
+            self.page_due = report.refresh(self.folder, self.page_due)
 
     def score_all(self, batch: Batch, rows: list[int]) -> Tensor | None:
         """Fill in the batch's old and reference log-probabilities and values; returns PPO's last values (B,)."""
@@ -714,9 +716,10 @@ def main(config: Config) -> None:
                 print(transcript(valid[0], run.chat, os.isatty(1)))
                 print(before_and_after(run.folder))
             report.draw(run.folder, run.folder / "curve.png")
+            report.refresh(run.folder, newest=None)
             seconds = time.perf_counter() - started
             print(
-                f"{run.folder}: done in {seconds:.0f} s; learning curve in {run.folder / 'curve.png'}"
+                f"{run.folder}: done in {seconds:.0f} s; curves and trajectories in {run.folder / 'report.html'}"
             )
 
 
