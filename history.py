@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from evaluate import bootstrap, gain
+from compare import bootstrap, gain
 
 MOST_STEPS = 2000  # points of a curve: more than a screen has pixels
 WINDOW = 5  # training steps that a smoothed value and its interval look back over
