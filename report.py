@@ -60,7 +60,8 @@ def choose(items: list[tuple], room: int) -> tuple[list[int], set[int]]:
     All if they fit. Else four fifths of the room are for trajectories, and what is left is for tokens. First comes the
     first trajectory of every step of every split, then every second one, ...: no step loses more than another.
     """
-    texts, tokens = [len(item[1]) + 2 for item in items], [len(item[2]) for item in items]
+    texts = [len(item[1]) + 3 for item in items]  # 3: a comma and two ends of lines
+    tokens = [len(item[2]) for item in items]
     everything = range(len(items))
     if sum(texts) + sum(tokens) <= room:
         return list(everything), {i for i in everything if tokens[i]}

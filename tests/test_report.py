@@ -242,10 +242,10 @@ def test_a_record_of_an_older_version_is_shown_as_far_as_it_goes(tmp_path):
 
 
 def test_every_step_loses_as_much_as_any_other():
-    """By hand: three steps of 4, 2 and 1 trajectories of 10 bytes (8 and a separator), the first of each with tokens."""
+    """By hand: three steps of 4, 2 and 1 trajectories of 10 bytes (7 and separators), the first of each with tokens."""
     steps = [1, 1, 1, 1, 2, 2, 3]
     items = [
-        ((0, "train", s), "x" * 8, "t" * 30 if i in (0, 4, 6) else "", [])
+        ((0, "train", s), "x" * 7, "t" * 30 if i in (0, 4, 6) else "", [])
         for i, s in enumerate(steps)
     ]
     assert report.choose(items, 160) == ([0, 1, 2, 3, 4, 5, 6], {0, 4, 6})
@@ -787,6 +787,17 @@ def test_a_page_stays_in_its_size_and_says_what_it_left_out(browser, tmp_path):
         assert sum(per_step) == left and max(per_step) - min(per_step) <= 1
 
 
+def test_the_size_holds_to_the_byte_for_many_short_trajectories(tmp_path):
+    lines = [
+        line(s, 0, n, turns=[], tokens=with_tokens([7] * 9)) for s in range(9) for n in range(400)
+    ]
+    run = a_run(tmp_path / "run", lines, [step_metrics(1)])
+    whole = page_of(run).stat().st_size
+    for bytes_left_out in (1, 10_000, 600_000):
+        size = page_of(run, max_mb=(whole - bytes_left_out) / 1e6).stat().st_size
+        assert whole - bytes_left_out - 5000 < size <= whole - bytes_left_out
+
+
 @needs_chromium
 def test_five_thousand_trajectories_are_a_short_list(browser, tmp_path):
     lines = [line(s, g, n) for s in range(1, 51) for g in range(10) for n in range(10)]
@@ -925,9 +936,12 @@ def test_everything_that_can_be_operated_has_a_name(browser, tmp_path, tokenizer
     )
     with opened(browser, page_of(run)) as page:
         page.keyboard.press("t")
-        nameless = page.evaluate("""() => [...document.querySelectorAll("input, select, button, [role=img], [role=listbox], [role=region], [role=group], section")]
-          .filter((e) => !(e.labels?.length || e.getAttribute("aria-label") || e.getAttribute("aria-labelledby") || e.textContent.trim()))
-          .map((e) => e.outerHTML)""")
+        nameless = page.evaluate("""() => {
+          const isNamed = (e) => e.labels?.length || e.getAttribute("aria-label") || e.getAttribute("aria-labelledby");
+          const named = "input, select, section, [role=img], [role=listbox], [role=region], [role=group]";
+          const silent = [...document.querySelectorAll("button")].filter((e) => !isNamed(e) && !e.textContent.trim());
+          return [...document.querySelectorAll(named)].filter((e) => !isNamed(e)).concat(silent).map((e) => e.outerHTML);
+        }""")
         assert nameless == []
         assert page.locator("html").get_attribute("lang") == "en"
         # what the Tab key reaches: one stop for all tokens
