@@ -493,32 +493,39 @@ class Run:
         )  # fmt: skip
         if config.lora_rank:
             weights.freeze(lm, dtype)
-            lora.add(
-                lm, config.lora_rank, config.lora_alpha, seed_for(config.seed, "adapters"), start
-            )
-        shard = partial(
-            weights.shard, mesh=weights.mesh(), compute_dtype=dtype, recompute=config.activation_checkpointing
-        )  # fmt: skip
-        self.critic = self.reference = None
-        if config.algo == "ppo":  # a copy of the actor: with adapters, adapters of its own
-            self.critic = shard(weights.Critic(lm), offload=config.offload_optimizer)
-        if config.kl_coef and not config.lora_rank:
-            reference = weights.load_once(start)[0]
-            weights.freeze(reference, dtype)
-            self.reference = shard(weights.Actor(reference), offload=config.offload_reference)
-        shard(self.actor, offload=config.offload_optimizer)
-        if config.kl_coef and config.lora_rank:
-            self.reference = self.actor  # with its adapters off
+            seed = seed_for(config.seed, "adapters")
+            lora.add(lm, config.lora_rank, config.lora_alpha, seed, start)
+        self.shard_all(lm, start, dtype)
         if self.engine.in_waves:
             weights.share(self.engine.lm, self.actor)
         self.modules = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         self.rates = {"actor": config.lr, "critic": config.critic_lr}
-        self.optimizers = {
-            name: torch.optim.AdamW(
-                [p for p in module.parameters() if p.requires_grad], self.rates[name], weight_decay=0.0
-            )
-            for name, module in self.modules.items()
-        }  # fmt: skip
+        self.optimizers = {}
+        for name, module in self.modules.items():
+            trained = [p for p in module.parameters() if p.requires_grad]
+            self.optimizers[name] = torch.optim.AdamW(trained, self.rates[name], weight_decay=0.0)
+
+    def shard_all(self, lm, start: str, dtype: torch.dtype) -> None:
+        """Spread the actor, PPO's critic and the reference over all ranks."""
+        config = self.config
+        shard = partial(
+            weights.shard,
+            mesh=weights.mesh(),
+            compute_dtype=dtype,
+            recompute=config.activation_checkpointing,
+        )
+        self.critic = self.reference = None
+        if (
+            config.algo == "ppo"
+        ):  # a copy of the actor: where that has adapters, adapters of its own
+            self.critic = shard(weights.Critic(lm), offload=config.offload_optimizer)
+        if config.kl_coef and config.lora_rank:
+            self.reference = self.actor  # with its adapters off
+        elif config.kl_coef:
+            reference, _ = weights.load_once(start)
+            weights.freeze(reference, dtype)
+            self.reference = shard(weights.Actor(reference), offload=config.offload_reference)
+        shard(self.actor, offload=config.offload_optimizer)
 
     def say(self, text: str) -> None:
         """A line for the person who watches, above the progress bar."""

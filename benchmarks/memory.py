@@ -1,10 +1,11 @@
 """
-Is `train.py --estimate` right? Two updates of models of 100 million parameters and more, in processes of their own.
+Is `train.py --estimate` right? Updates of models of 100 million parameters and more, each in a process of its own.
 
     peak memory of a process during updates, minus what it held before  /  what estimate.py says
 
 Reads VmHWM, the most that Linux ever gave the process, after setting it back; so it runs on Linux only. Models have
-random weights: what they take does not depend on them. Two micro-batches, each of the whole token budget.
+random weights: what they take does not depend on them. A first update on a few tokens makes Adam's moments; the one
+that counts has two micro-batches, each of the whole token budget.
 
     python benchmarks/memory.py                       # the table: minutes on two cores
     python benchmarks/memory.py --model llama-110m --recompute
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # Tensors are given back the moment they are freed. Without it glibc keeps some for later, and how many is chance.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # what is held doesn't depend on it
 
 import torch
 import tyro
@@ -32,7 +33,7 @@ import lora
 import model as weights
 import train
 from agent import Trajectory, Turn
-from rollout import collate
+from rollout import Batch, collate
 
 SHAPES = {
     "llama-110m": LlamaConfig(
@@ -44,7 +45,7 @@ SHAPES = {
         intermediate_size=2816, vocab_size=32000, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-TOKENS = 1024
+TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ class Case:
 CASES = [
     Case("llama-110m"),
     Case("llama-110m", recompute=True),
-    Case("llama-110m", tokens=4 * TOKENS, recompute=True),
     Case("llama-110m", lora_rank=16),
     Case("llama-110m", algo="ppo"),
     Case("qwen-240m"),
@@ -92,20 +92,27 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def episode(config: train.Config) -> Trajectory:
-    """One trajectory as long as the budget, of which the agent wrote the last three quarters."""
-    t = Trajectory("toy", "task", 0, 0, end="terminated")
-    t.add_context(list(range(config.micro_tokens // 4)))
-    written = config.micro_tokens - len(t.ids)
-    t.turns.append(Turn("", "", "", "", len(t.ids), config.micro_tokens, reward=1.0))
-    t.ids, t.loss_mask = t.ids + list(range(written)), t.loss_mask + [1] * written
-    t.logprobs = t.logprobs + [-10.0] * written
-    return t
+def played(tokens: int, rows: int) -> Batch:
+    """Trajectories of so many tokens, all but eight the agent's, as they stand before an update."""
+    trajectories = []
+    for _ in range(rows):
+        t = Trajectory("toy", "task", 0, 0, end="terminated")
+        t.add_context(list(range(8)))
+        t.turns.append(Turn("", "", "", "", 8, tokens, reward=1.0))
+        t.ids, t.loss_mask = list(range(tokens)), t.loss_mask + [1] * (tokens - 8)
+        t.logprobs = t.logprobs + [-10.0] * (tokens - 8)
+        trajectories.append(t)
+    batch = collate(trajectories)
+    batch.advantages = batch.value_targets = batch.loss_mask.float()
+    batch.old_values = torch.zeros_like(batch.rewards)
+    return batch
 
 
 def measured(case: Case) -> int:
-    """Bytes by which the process grew at most, over two updates (the second one has Adam's moments already)."""
+    """Bytes by which the process grew at most."""
     config = case.config
+    if case.lora_rank:
+        import peft  # noqa: F401  50 MiB of code are no part of training
     with weights.distributed():
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
@@ -123,12 +130,9 @@ def measured(case: Case) -> int:
             name: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-5)
             for name, m in modules.items()
         }
-        batch = collate([episode(config), episode(config)])
-        batch.advantages = batch.value_targets = batch.loss_mask.float()
-        batch.old_values = torch.zeros_like(batch.rewards)
-        for _ in range(2):
-            critic = modules.get("critic")
-            train.update(modules["actor"], critic, optimizers, batch, [0, 1], config)
+        actor, critic = modules["actor"], modules.get("critic")
+        train.update(actor, critic, optimizers, played(16, 1), [0], config)
+        train.update(actor, critic, optimizers, played(config.micro_tokens, 2), [0, 1], config)
         return status("VmHWM") - before
 
 

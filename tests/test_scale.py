@@ -48,12 +48,16 @@ def on_ranks(world: int, folder: Path, function, *args) -> list:
     return [torch.load(folder / f"{world}-{rank}.pt", weights_only=False) for rank in range(world)]
 
 
+def saved_policy(folder: Path, lm, tokenizer) -> str:
+    lm.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    return str(folder / "policy")
+
+
 @pytest.fixture
 def policy(make_lm, tokenizer, tmp_path) -> str:
     """The small random model, as a folder."""
-    make_lm().save_pretrained(tmp_path / "policy")
-    tokenizer.save_pretrained(tmp_path / "policy")
-    return str(tmp_path / "policy")
+    return saved_policy(tmp_path, make_lm(), tokenizer)
 
 
 def opened(path: str, rank: int = 0, **settings) -> tuple[dict, dict, object]:
@@ -114,10 +118,6 @@ def loaded_once(path: str) -> dict[str, bool]:
         }
 
 
-def test_one_rank_reads_and_two_hold_what_plain_loading_gives(policy, tmp_path):
-    assert [all(found.values()) or found for found in on_ranks(2, tmp_path / "a", loaded_once, policy)] == [True] * 2  # fmt: skip
-
-
 def test_a_folder_that_does_not_load_is_an_error_on_every_rank(tmp_path, one_rank):
     with pytest.raises(ValueError, match="no model in"):
         weights.load_once(str(tmp_path / "none"))
@@ -145,30 +145,62 @@ def resumed(path: str, folder: Path, rank: int) -> tuple[dict, dict]:
     return loaded, whole(modules, optimizers)
 
 
-@pytest.mark.parametrize("rank", [0, 4])  # of adapters; 0 trains all weights
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_checkpoint_resumes_at_another_number_of_ranks(before, after, rank, policy, tmp_path):
-    folder = tmp_path / "step_2"
-    one = on_ranks(before, tmp_path / "a", trained_and_saved, policy, folder, rank)
-    other = on_ranks(after, tmp_path / "b", resumed, policy, folder, rank)
-    assert [path.name for path in tmp_path.glob(".step_2*")] == []
-    for saved, later in one:
-        for loaded, continued in other:
-            assert any(name.endswith("exp_avg_sq") for name in saved)
-            assert equal(saved, loaded)
-            assert not equal(saved, later)
-            for name, tensor in later.items():
-                torch.testing.assert_close(continued[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+# --- what two ranks find, in two starts of two processes (their imports take longer than all the rest) ---
+
+RANKS = {"whole": 0, "adapters": 4}  # all weights trained, and adapters
 
 
-def test_no_rank_writes_what_another_one_holds(policy, tmp_path):
-    on_ranks(2, tmp_path / "a", trained_and_saved, policy, tmp_path / "step_2", 0)
-    first, second = sorted((tmp_path / "step_2/training_state").glob("*.distcp"))
-    moments = 2 * sum(
-        p.numel() * p.element_size() for p in weights.load(policy)[0].parameters()
-    )  # of the actor; the critic adds three times its own size, all in halves
-    for file in (first, second):
-        assert moments / 2 < file.stat().st_size < 1.7 * moments
+def first_two(path: str, folder: Path) -> dict:
+    saved = {kind: trained_and_saved(path, folder / kind, rank) for kind, rank in RANKS.items()}
+    return {"loaded": loaded_once(path), "saved": saved}
+
+
+def second_two(path: str, folder: Path) -> dict:
+    return {kind: resumed(path, folder / kind, rank) for kind, rank in RANKS.items()}
+
+
+@pytest.fixture(scope="module")
+def chain(make_lm, tokenizer, tmp_path_factory) -> dict:
+    """A checkpoint of two ranks, resumed and saved again by one, resumed by two: what each saw."""
+    folder = tmp_path_factory.mktemp("chain")
+    path = saved_policy(folder, make_lm(), tokenizer)
+    seen = {"folder": folder, "two": on_ranks(2, folder / "a", first_two, path, folder / "two")}
+    seen["one"], seen["one again"] = {}, {}
+    with weights.distributed():
+        for kind, rank in RANKS.items():
+            seen["one"][kind] = resumed(path, folder / "two" / kind, rank)
+            seen["one again"][kind] = trained_and_saved(path, folder / "one" / kind, rank)
+    weights.mesh.cache_clear()
+    seen["two again"] = on_ranks(2, folder / "b", second_two, path, folder / "one")
+    return seen
+
+
+def test_one_rank_reads_and_two_hold_what_plain_loading_gives(chain):
+    for found in chain["two"]:
+        assert all(found["loaded"].values()), found["loaded"]
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_a_checkpoint_resumes_at_another_number_of_ranks(chain, kind):
+    two = [found["saved"][kind] for found in chain["two"]]
+    then_two = [found[kind] for found in chain["two again"]]
+    for before, after in (
+        *((mine, chain["one"][kind]) for mine in two),
+        *((chain["one again"][kind], theirs) for theirs in then_two),
+    ):
+        (saved, later), (loaded, continued) = before, after
+        assert any(name.endswith("exp_avg_sq") for name in saved)
+        assert equal(saved, loaded) and not equal(saved, later)
+        for name, tensor in later.items():
+            torch.testing.assert_close(continued[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_each_rank_writes_its_own_half_and_nothing_is_left_beside_it(chain):
+    files = (chain["folder"] / "two/whole/training_state").glob("*.distcp")
+    first, second = (file.stat().st_size for file in files)
+    (only,) = (chain["folder"] / "one/whole/training_state").glob("*.distcp")
+    assert 0.8 < first / second < 1.25 and first + second < 1.5 * only.stat().st_size
+    assert sorted(path.name for path in (chain["folder"] / "two").iterdir()) == sorted(RANKS)
 
 
 # --- recomputation, offload ---
