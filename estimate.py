@@ -16,6 +16,7 @@ Part of train.py: read model.py first. Run it:
     python train.py --model Qwen/Qwen2.5-7B-Instruct --micro-tokens 16384 --estimate 1 8 16
 """
 
+import dataclasses
 import os
 from dataclasses import dataclass
 
@@ -140,7 +141,7 @@ def activations(shape: Shape, config, compute: int) -> tuple[float, float]:
         MLP                 gate, silu(gate), up, and their product                             4 inner
 
     PyTorch's attention (on CPUs too, where nothing is masked but the future) never holds its (T, T)
-    probabilities: one number a head and token stays, and the rest is computed again.
+    probabilities: one number a head and token stays, left out here, and the rest is computed again.
     With --activation-checkpointing a block keeps its input alone, and the rest exists for one block at a time.
     """
     tokens = config.micro_tokens
@@ -176,7 +177,8 @@ def moments(shape: Shape, config, ranks: int, compute: int) -> dict[str, dict[st
         "the end of the backward pass": gradients | root | {
             "gradient of embeddings and output projection": (compute + MASTER) * shape.root * is_full,
         },
-        "the optimizer's step": gradients | {"square roots of second moments": MASTER * trained * on_gpu},
+        # Parameter after parameter, with two tensors of the size of the one at work.
+        "the optimizer's step": gradients | {"the largest parameter, twice": 2 * MASTER * shape.vocab * shape.hidden * is_full * on_gpu},
     }  # fmt: skip
 
 
@@ -209,14 +211,16 @@ def show(config) -> None:
         f"{config.model}: {shape.total / 1e9:.2f} billion parameters, computing in "
         f"{'bfloat16' if on_gpu else 'float32'}, {config.micro_tokens} tokens in a forward pass."
     )
-    print(f"GiB on each {'GPU' if on_gpu else 'process'}, of so many:" + _row("", counts)[35:])
+    print(_row(f"GiB on each {'GPU' if on_gpu else 'process'}, of so many:", counts))
     for part, title in enumerate(("held throughout", "an update adds", "playing adds")):
-        print(title)
         for item in dict.fromkeys(item for column in columns for item in column[part]):
-            print(_row(f"  {item}", [column[part].get(item, 0) / 2**30 for column in columns]))
+            values = [column[part].get(item, 0) / 2**30 for column in columns]
+            if any(values):
+                print(_row(f"{title}: {item}", values))
     for part, title in ((1, "updating, in all"), (2, "playing, in all")):
-        sums = [sum((column[0] | column[part]).values()) / 2**30 for column in columns]
-        print(_row(title, sums))
+        print(_row(title, [sum((each[0] | each[part]).values()) / 2**30 for each in columns]))
+    if config.offload_optimizer or config.offload_reference:
+        print(_row("in the CPU's memory", [_offloaded(shape, config, n, compute) for n in counts]))
     print(f"An update is fullest in: {'; '.join(names)}.")
     if with_vllm:
         print(
@@ -227,6 +231,17 @@ def show(config) -> None:
         print("Not in these sums: CUDA's and NCCL's own buffers and fragmentation, one or two GiB.")
 
 
+def _offloaded(shape: Shape, config, ranks: int, compute: int) -> float:
+    """GiB that a rank has moved to the CPU's memory: what it would hold on the GPU, less what it does."""
+    off = dataclasses.replace(config, offload_optimizer=False, offload_reference=False)
+    sums = [
+        sum(held(shape, each, ranks, compute, needs_copy=False).values())
+        + moments(shape, each, ranks, compute)["the loss"]["gradients"]
+        for each in (off, config)
+    ]
+    return (sums[0] - sums[1]) / 2**30
+
+
 def _row(name: str, values) -> str:
     cells = (f"{value:8.1f}" if isinstance(value, float) else f"{value:8d}" for value in values)
-    return f"{name:46}" + "".join(cells)
+    return f"{name:62}" + "".join(cells)

@@ -11,7 +11,8 @@
 #     HEAD=node-1 NODES=4 bash runs/qwen_two_nodes.sh --tasks-per-step 64      # or any other number
 #
 # Each node starts environment servers of its own. If NCCL picks the wrong network: export NCCL_SOCKET_IFNAME=eth0.
-#@MEMORY@
+# Memory, by `train.py --estimate 16` with these flags: 22 GiB of each GPU in an update, and 6 GiB beside vLLM's half
+# of it while it plays. Rank 0 needs 30 GiB of its node's memory to read the weights, and again to save them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH" # with requirements-gpu.txt installed too

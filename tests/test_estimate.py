@@ -101,8 +101,9 @@ def test_the_command_prints_a_table_and_starts_nothing(capsys, tmp_path, monkeyp
     train.main(tyro.cli(train.Config, args=flags))
     text = capsys.readouterr().out
     assert "7.62 billion" in text and "of so many:" in text
-    rows = {line[:46].strip(): line[46:].split() for line in text.splitlines()}
-    assert rows["weights"] == ["28.4", "3.5"] and rows["the sampler's copy"] == ["14.2", "14.2"]
+    rows = {line[:62].strip(): line[62:].split() for line in text.splitlines()}
+    assert rows["held throughout: weights"] == ["28.4", "3.5"]
+    assert rows["held throughout: the sampler's copy"] == ["14.2", "14.2"]
     assert float(rows["updating, in all"][0]) > float(rows["updating, in all"][1])
     train.main(tyro.cli(train.Config, args=["--estimate"]))  # this machine, and the tiny model
     assert "tiny" in capsys.readouterr().out
