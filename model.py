@@ -359,9 +359,7 @@ def shard(
     backbone = module.lm.get_decoder() if isinstance(module, Actor) else module.backbone
     for block in backbone.layers:
         _receive(block)  # one whole block at a time: no rank needs room for the whole model
-        if (
-            recompute
-        ):  # inside what FSDP wraps, so that its gathering is not done again, only the arithmetic
+        if recompute:  # inside what FSDP wraps: the arithmetic is done again, the gathering is not
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, **settings)
     _receive(module)
@@ -387,17 +385,14 @@ def _receive(module: nn.Module, tables: tuple[str, ...] = ("_parameters", "_buff
 
     What is sharded already is left alone, and one tensor under two names (tied embeddings) stays one.
     """
-    here, received = device(), {}
+    here, is_source, received = device(), dist.get_rank() == 0, {}
     for owner in module.modules():
         for table in (getattr(owner, table) for table in tables):
             for name, old in table.items():
                 if old is None or isinstance(old, DTensor):
                     continue
                 if id(old) not in received:
-                    has_numbers = dist.get_rank() == 0
-                    new = (
-                        old.detach().to(here) if has_numbers else torch.empty_like(old, device=here)
-                    )
+                    new = old.detach().to(here) if is_source else torch.empty_like(old, device=here)
                     dist.broadcast(new, 0)
                     if isinstance(old, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=old.requires_grad)

@@ -23,6 +23,7 @@ import lora
 import model as weights
 import train
 from engines import HFEngine
+from estimate import Shape
 
 ROOT = Path(__file__).parents[1]
 
@@ -250,6 +251,20 @@ def test_with_recomputation_a_block_computes_again_in_the_backward_pass(
     assert counter.calls == calls
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_part_of_a_module_is_offloaded_or_none(offload, make_lm, one_rank, monkeypatch):
+    seen, real = [], weights.fully_shard
+    monkeypatch.setattr(
+        weights,
+        "fully_shard",
+        lambda *args, **settings: (
+            seen.append(type(settings["offload_policy"]).__name__) or real(*args, **settings)
+        ),
+    )
+    weights.shard(weights.Actor(make_lm()), weights.mesh(), offload=offload)
+    assert seen == ["CPUOffloadPolicy" if offload else "OffloadPolicy"] * 3  # two blocks, the rest
+
+
 # --- LoRA ---
 
 
@@ -284,6 +299,8 @@ def test_adapters_start_at_nothing_are_all_that_trains_and_can_be_switched_off(p
     actor, (ids, mask) = modules["actor"], a_batch()
     torch.testing.assert_close(scores(actor, ids, mask), plain_scores(plain, ids), **CLOSE)
     before = whole(modules, optimizers)
+    adapters = [p.numel() for name, p in actor.named_parameters() if lora.is_adapter(name)]
+    assert sum(adapters) == 4 * Shape.of(plain).linear * 2  # of rank 4, in two blocks
     learn(modules, optimizers, 3)
     after = whole(modules, optimizers)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
