@@ -5,15 +5,16 @@ Weights: load them, shard them, score tokens with them, save them.
                                         ->  Critic  ->  values (B, T), last_values (B,)
 
     load             a folder or a hub id -> a Hugging Face causal LM and its tokenizer
+    load_once        the same where many ranks will share one model: rank 0 alone reads it
     token_logprobs   log-probabilities of trainable tokens only, in chunks of the vocabulary projection
     Actor, Critic    the modules that train.py shards and optimises
-    shard            FSDP2: one process is the case of one rank
+    shard            FSDP2, activation checkpointing, CPU offload: one process is the case of one rank
     save_checkpoint  a folder that `AutoModelForCausalLM.from_pretrained` loads, and the optimizer beside it
 
 Every (B, T) tensor is indexed like input_ids: entry t describes token t. The shift by one (the hidden state
 before token t predicts token t) happens here and nowhere else.
 
-Read agent.py first, engines.py next.
+Read agent.py first, engines.py next; lora.py and estimate.py (how much memory all this takes) when you need them.
 """
 
 import copy
@@ -23,31 +24,35 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+
+import lora
 
 transformers_logging.disable_progress_bar()  # a bar per weight file, in the middle of ours
 
@@ -85,6 +90,31 @@ def load(
         ) from None
     _check_plain_logits(lm, path)
     return lm, tokenizer
+
+
+def load_once(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load` for a model that will be sharded: rank 0 alone reads the weights. Collective.
+
+    Elsewhere the same module is built on `meta`, a device that knows shapes and holds no numbers, and `shard`
+    sends each rank its part. If all 8 ranks of a node read a 7B model, that is 240 GB before there is a shard.
+    """
+    read: list = []
+    on_rank_0(lambda: read.extend(load(path)))
+    lm, tokenizer = read or (empty_model(path), AutoTokenizer.from_pretrained(path))
+    _receive(
+        lm, ("_buffers",)
+    )  # some are in no file: rotary frequencies are computed as a model is built
+    return lm, tokenizer
+
+
+def empty_model(path: str) -> PreTrainedModel:
+    """The module that `load` would return, on `meta`: from config.json alone, in no time and no memory."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    return lm.eval()  # as from_pretrained leaves it
 
 
 def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
@@ -302,41 +332,103 @@ def run_command(main: Callable, config_class: type, *expected: type[Exception]) 
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32
+    module: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
-    """Split a module's parameters over the ranks of `mesh` with FSDP2, in place.
+    """Split a module's parameters over the ranks of `mesh` with FSDP2, in place; the numbers are rank 0's.
 
     Each transformer block is gathered just before it computes and freed just after; gradients are averaged
     over ranks as they are scattered. Weights, gradients and optimizer state stay float32, compute is in
     `compute_dtype`. The same calls serve one CPU process and many GPUs.
+
+    recompute  activation checkpointing: of a block's forward pass only its input is kept, and the backward pass
+               computes the rest again. A third more arithmetic, for a tenth or so of the memory of long batches.
+    offload    the shards (and with them gradients and optimizer state) live in the CPU's memory: a block's
+               go to the GPU when it is gathered, and the optimizer's step runs on the CPU. Slow, and it fits.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     if compute_dtype == torch.float32:
         policy = MixedPrecisionPolicy()
+    offloading = OffloadPolicy()
+    if offload:  # pinned memory is a GPU driver's; there is none to pin for on a CPU
+        offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    settings = {"mesh": mesh, "mp_policy": policy, "offload_policy": offloading}
     backbone = module.lm.get_decoder() if isinstance(module, Actor) else module.backbone
     for block in backbone.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        _receive(block)  # one whole block at a time: no rank needs room for the whole model
+        if recompute:  # inside what FSDP wraps: the arithmetic is done again, the gathering is not
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, **settings)
+    _receive(module)
     # FSDP2 would keep the outermost parameters gathered until a backward pass: after a forward pass without
     # one they would hide the sharded ones, and stay as they are while the optimizer changes those.
-    return fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return fully_shard(module, **settings, reshard_after_forward=True)
+
+
+def freeze(lm: PreTrainedModel, dtype: torch.dtype) -> None:
+    """No gradients, and weights in the precision they are computed with: half the room of float32.
+
+    float32 is for weights that learn: an update is often too small to change a bfloat16 number. Buffers stay
+    as they are, since rotary frequencies in bfloat16 would misplace distant tokens.
+    """
+    for parameter in lm.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def _receive(module: nn.Module, tables: tuple[str, ...] = ("_parameters", "_buffers")) -> None:
+    """Put rank 0's numbers, on this rank's device, in place of a module's own (on `meta`: none). Collective.
+
+    What is sharded already is left alone, and one tensor under two names (tied embeddings) stays one.
+    """
+    here, is_source, received = device(), dist.get_rank() == 0, {}
+    for owner in module.modules():
+        for table in (getattr(owner, table) for table in tables):
+            for name, old in table.items():
+                if old is None or isinstance(old, DTensor):
+                    continue
+                if id(old) not in received:
+                    new = old.detach().to(here) if is_source else torch.empty_like(old, device=here)
+                    dist.broadcast(new, 0)
+                    if isinstance(old, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=old.requires_grad)
+                    received[id(old)] = (old, new)  # old too: an id is unique only among the living
+                table[name] = received[id(old)][1]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A sharded parameter, gathered on this rank's device. Collective."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    # Offloaded shards are gathered over the GPUs' network, not the CPUs'.
+    return parameter.detach().to(parameter.device_mesh.device_type).full_tensor()
 
 
 def full_weights(actor: Actor) -> Iterator[tuple[str, Tensor]]:
-    """The policy's parameters by their Hugging Face names, whole, one at a time (a collective call)."""
-    for name, parameter in actor.lm.named_parameters():
-        whole = parameter.detach()
-        yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    """The policy's parameters by their Hugging Face names, whole, one at a time (a collective call).
+
+    Adapters come merged into the weights they adapt: a sampler, or a saved folder, knows nothing of them.
+    """
+    whole = ((name, _whole(parameter)) for name, parameter in actor.lm.named_parameters())
+    return lora.merged(whole, lora.scale(actor.lm))
 
 
-def sampler_copy(actor: Actor, world_size: int, dtype: torch.dtype) -> PreTrainedModel:
+def sampler_copy(actor: Actor, is_shared: bool, dtype: torch.dtype) -> PreTrainedModel:
     """A plain, unsharded twin of the policy for the `hf` engine: call it before `shard`, and `share` after.
 
     Sharding replaces a module's parameters and hooks its forward pass; sampling wants neither. One process
-    that computes in float32 needs no second set of weights: the twin's parameters are the policy's own.
+    that computes in float32 needs no second set of weights (`is_shared`): the twin's parameters are the policy's
+    own. Any other twin has its own, all 0 until the first `sync` fills them.
     """
-    is_shared = world_size == 1 and dtype == torch.float32
-    twin = copy.deepcopy(actor.lm, {id(p): p for p in actor.lm.parameters()} if is_shared else {})
-    return twin.eval() if is_shared else twin.to(dtype).eval().requires_grad_(False)
+    own = {id(p): p for p in actor.lm.parameters()}
+    if not is_shared:
+        blank = partial(torch.zeros, dtype=dtype, device=device())
+        own = {key: nn.Parameter(blank(p.shape), requires_grad=False) for key, p in own.items()}
+    return copy.deepcopy(actor.lm, own).eval()
 
 
 def share(twin: PreTrainedModel, actor: Actor) -> None:
@@ -408,29 +500,20 @@ def save_checkpoint(
     modules: dict[str, nn.Module],
     state: dict,
 ) -> None:
-    """Write a whole checkpoint or none: into a folder beside it, then renamed. Collective; rank 0 writes.
+    """Write a whole checkpoint or none: into a folder beside it, then renamed. Collective.
+
+    Rank 0 writes the policy; the training state is several times as large, and each rank writes its own shards.
 
     folder      afterwards loads with AutoModelForCausalLM.from_pretrained, tokenizer and template inside
     optimizers  and modules, by the same names: "actor", and "critic" for PPO
     state       what else resuming needs, as JSON
     raises      OSError (a full disk); an earlier checkpoint is untouched
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = {
-        name: get_model_state_dict(module, options=options)
-        for name, module in modules.items()
-        if name != "actor"
-    }
-    # One that has not stepped yet has no moments, and get_optimizer_state_dict would make it step to get some.
-    moments = {
-        name: get_optimizer_state_dict(modules[name], optimizer, options=options)
-        for name, optimizer in optimizers.items()
-        if optimizer.state
-    }
 
     def write(part: Path) -> None:
-        torch.save({"optimizers": moments, "modules": weights}, part / "training_state.pt")
-        (part / "state.json").write_text(json.dumps(state))
+        tensors = training_tensors(optimizers, modules)
+        _reraised(lambda: dcp.save(tensors, checkpoint_id=part / "training_state"))
+        on_rank_0(lambda: (part / "state.json").write_text(json.dumps(state)))
 
     save_policy(folder, modules["actor"], tokenizer, write)
 
@@ -441,35 +524,90 @@ def save_policy(
     tokenizer: PreTrainedTokenizerBase,
     also: Callable[[Path], None] = lambda part: None,
 ) -> None:
-    """Write a policy as a Hugging Face folder, and whatever `also` adds, whole or not at all. Collective."""
-    state = get_model_state_dict(
-        actor, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    # from_pretrained wants the language model's own names, not those below our wrapper
-    state = {name.removeprefix("lm."): weight for name, weight in state.items()}
+    """Write a policy as a Hugging Face folder, and whatever `also` adds, whole or not at all. Collective.
+
+    A policy with adapters is written merged, and its adapters once more by themselves, in `adapter`.
+    """
+    is_writer = dist.get_rank() == 0
+    state, adapters = {}, {}
+    for name, weight in full_weights(actor):  # every rank helps to gather, one keeps
+        state |= {name: weight.cpu()} if is_writer else {}
+    for name, parameter in actor.lm.named_parameters():
+        if lora.is_adapter(name):
+            adapters[name] = _whole(parameter).cpu()
+    kept = actor.lm.state_dict().keys()  # not: rotary frequencies and the like
+    state |= {name: buffer.cpu() for name, buffer in actor.lm.named_buffers() if name in kept}
 
     def write(part: Path) -> None:
         actor.lm.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)
-        also(part)
+        if adapters:
+            lora.save(part / "adapter", actor.lm, adapters)
 
-    on_rank_0(lambda: _save_folder(folder, write))  # a full disk is an error on every rank
+    part = on_rank_0(lambda: _begin(folder))  # an error of one rank is an error of all
+    try:
+        on_rank_0(lambda: write(part))
+        also(part)
+        on_rank_0(lambda: _finish(part, folder))
+    finally:
+        if is_writer:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def training_tensors(
+    optimizers: dict[str, torch.optim.Optimizer], modules: dict[str, nn.Module]
+) -> dict[str, Tensor]:
+    """This rank's shards of all that resuming needs and the policy's own folder doesn't hold, by name.
+
+    That is the optimizers' moments (none before a first step), the critic, and adapters, which the folder holds
+    only merged. What is frozen comes from where it came from at the start.
+    """
+    tensors = {}
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            key = f"{module_name}.{name}"
+            if module_name != "actor" or lora.is_adapter(name):
+                tensors[key] = parameter.detach()
+            for kind, moment in optimizers[module_name].state.get(parameter, {}).items():
+                tensors[f"{key}/{kind}"] = moment
+    return tensors
 
 
 def load_training_state(
     folder: Path, optimizers: dict[str, torch.optim.Optimizer], modules: dict[str, nn.Module]
 ) -> dict:
-    """Put a checkpoint's optimizer state (and critic) back in place, and return its `state`. Collective.
+    """Put a checkpoint's training state back in place, and return its `state`. Collective.
 
+    Saved by any number of ranks, loaded by any other: each reads the stretches that its own shards cover.
     The policy's own weights are not here: build it from `folder` with `load`, like any other model.
     """
-    saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for name, weights in saved["modules"].items():
-        set_model_state_dict(modules[name], weights, options=options)
-    for name, moments in saved["optimizers"].items():
-        set_optimizer_state_dict(modules[name], optimizers[name], moments, options=options)
+    source = dcp.FileSystemReader(folder / "training_state")
+    saved = source.read_metadata().state_dict_metadata
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            prefix = f"{module_name}.{name}/"
+            # Loading fills tensors that are there, and a new optimizer has none yet.
+            optimizers[module_name].state[parameter] = {
+                key.removeprefix(prefix): (
+                    torch.zeros_like(parameter)
+                    if kept.size == parameter.shape
+                    else torch.zeros(kept.size, dtype=kept.properties.dtype)  # a count of steps
+                )
+                for key, kept in saved.items()
+                if key.startswith(prefix)
+            }
+    _reraised(lambda: dcp.load(training_tensors(optimizers, modules), storage_reader=source))
     return json.loads((folder / "state.json").read_text())
+
+
+def _reraised(collective: Callable[[], object]) -> None:
+    """dcp wraps what went wrong on any rank in an exception of its own kind: raise the first of its causes."""
+    try:
+        collective()
+    except CheckpointException as failure:
+        raise next(iter(failure.failures.values()))[0] from None
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -501,20 +639,31 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def _save_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    part = folder.with_name(f".{folder.name}.part{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    part = _begin(folder)
     try:
         write(part)
-        # On disk before the name says so: a rename may outlive the data in a crash.
-        for file in filter(Path.is_file, part.rglob("*")):
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        # Out of the way in one piece: a deletion that is cut short leaves a folder that looks whole.
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        _finish(part, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _begin(folder: Path) -> Path:
+    """An empty folder beside `folder`, to write its future content into."""
+    part = folder.with_name(f".{folder.name}.part{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
+
+
+def _finish(part: Path, folder: Path) -> None:
+    """Let `part` take the name, and the place, of `folder`."""
+    # On disk before the name says so: a rename may outlive the data in a crash.
+    for file in filter(Path.is_file, part.rglob("*")):
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+    # Out of the way in one piece: a deletion that is cut short leaves a folder that looks whole.
+    old = folder.with_name(f".{folder.name}.old{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -419,7 +419,7 @@ def collate(trajectories: list[Trajectory], pad_id: int = 0) -> Batch:
     )
 
 
-def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Split rows into groups whose padded size, rows times longest, stays within `max_tokens`.
 
     Rows of similar length go together, so that little of a group is padding; a row longer than
@@ -427,13 +427,35 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
     >>> micro_batches([5, 90, 6, 100], max_tokens=200)
     [[3, 1], [2, 0]]
+
+    Ranks compute in step, each as many groups as the others (see `deal`), so what counts is the largest of each
+    round. Full groups and a small rest leave ranks waiting; several ranks get the smallest groups that need no
+    more rounds. Here two ranks need two rounds, and 110 tokens in each will do:
+
+    >>> [len(group) for group in micro_batches([10] * 41, max_tokens=200)]
+    [20, 20, 1]
+    >>> [len(group) for group in micro_batches([10] * 41, max_tokens=200, ranks=2)]
+    [11, 11, 11, 8]
     """
-    groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+    def cut(most: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for row in order:
+            if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= most:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        return groups
+
+    groups = cut(max_tokens)
+    if ranks > 1 and groups:
+        allowed = -(-len(groups) // ranks) * ranks
+        low, high = lengths[order[0]], max_tokens  # `high` is a size that needs no more rounds
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(cut(middle)) <= allowed else (middle + 1, high)
+        groups = cut(high)
     return groups
 
 

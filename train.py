@@ -24,6 +24,7 @@ import random
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import envs
+import estimate
+import lora
 import model as weights
 import report
 from agent import Chat, Trajectory
@@ -136,6 +139,16 @@ class Config(Play):
     max_error_fraction: float = 0.5  # stop when more episodes of a step fail than this
     # --- machine ---
     micro_tokens: int = 4096  # padded tokens in a forward pass: a matter of memory, not of results
+    activation_checkpointing: bool = (
+        False  # compute blocks again in the backward pass: a third more work, far less memory
+    )
+    offload_reference: bool = False  # the reference policy waits in the CPU's memory
+    offload_optimizer: bool = False  # so do float32 weights and Adam's moments; updates run there
+    lora_rank: int = 0  # train adapters of this rank in place of the weights; 0 for off
+    lora_alpha: float = 32.0  # adapters count alpha / rank times
+    estimate: tuple[int, ...] | None = (
+        None  # print the memory each of so many GPUs would need, and stop: --estimate 1 8
+    )
     # --- watching ---
     eval_every: int = (
         20  # steps between evaluations on dev; 0 for none at all, before and after too
@@ -178,6 +191,12 @@ class Config(Play):
             raise ValueError(f"--decay is a share of the steps, 0 to 1, got {self.decay}")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ValueError("--kl-coef and --entropy-coef must be 0 or more")
+        if self.lora_rank < 0:
+            raise ValueError(f"--lora-rank must be 0 (off) or more, got {self.lora_rank}")
+        if self.lora_rank:
+            lora.check_installed()
+        if any(count < 1 for count in self.estimate or ()):
+            raise ValueError(f"--estimate takes numbers of GPUs, 1 or more, got {self.estimate}")
         if self.resume and not self.name:
             raise ValueError("--resume continues a named run: say which with --name")
         check_trackers(self.tensorboard, self.wandb)
@@ -196,9 +215,10 @@ class Config(Play):
 def score(forward, batch: Batch, rows: list[int], config: Config) -> Tensor:
     """Run `forward` (a Batch -> (b, t)) over some rows without gradients: (B, T), on every rank, 0 elsewhere."""
     scored = torch.zeros(batch.input_ids.shape)
-    groups = micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens, world)
     with torch.no_grad():
-        for group in deal(groups, dist.get_rank(), dist.get_world_size()):
+        for group in deal(groups, rank, world):
             mine = [rows[i] for i in group]
             part = forward(batch.select(mine, weights.device())).cpu()
             if mine:
@@ -324,9 +344,8 @@ def update(
         "tokens": float(mask.sum()),
     }
     parts = []
-    for group in deal(
-        micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens), rank, world
-    ):
+    groups = micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens, world)
+    for group in deal(groups, rank, world):
         part = batch.select([rows[i] for i in group], weights.device())
         loss, stats = losses(actor, critic, part, totals, config)
         (
@@ -395,6 +414,9 @@ def resume_point(config: Config) -> Path | None:
     free = {"resume", "save_every", "keep", "log_tokens"} | (set() if config.decay else {"steps"})
     free |= {"env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
     free |= {"tensorboard", "wandb"}
+    free |= {"activation_checkpointing", "offload_reference", "offload_optimizer", "estimate"}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    saved = json.loads(json.dumps(defaults)) | saved  # a flag that is newer than the run
     changed = [
         f"--{key.replace('_', '-')} was {saved.get(key)}, now {now[key]}"
         for key in now
@@ -466,31 +488,56 @@ class Run:
 
     def load_policy(self, start: str, checkpoint: Path | None) -> None:
         """The policy in three roles: one that learns, one that samples, one that stays behind (if asked for)."""
-        config, device, mesh = self.config, weights.device(), weights.mesh()
-        dtype = weights.compute_dtype()
-        lm, self.tokenizer = weights.load(str(checkpoint or start))
+        config, dtype = self.config, weights.compute_dtype()
+        # A run with adapters starts again from the model that it started from: only they have changed.
+        source = start if config.lora_rank else str(checkpoint or start)
+        lm, self.tokenizer = weights.load_once(source)
         weights.check_fits(lm, config.max_tokens)
         self.chat = Chat(self.tokenizer)
-        self.actor = weights.Actor(lm).to(device)
+        self.actor = weights.Actor(lm)
+        is_shared = dist.get_world_size() == 1 and dtype == torch.float32 and not config.lora_rank
         self.engine = open_engine(
-            config.engine, start, lambda: weights.sampler_copy(self.actor, dist.get_world_size(), dtype),
+            config.engine, start, lambda: weights.sampler_copy(self.actor, is_shared, dtype),
             self.chat.stop_ids, config.seed, config.max_tokens, config.vllm_memory,
         )  # fmt: skip
-        self.critic = self.reference = None
-        if config.algo == "ppo":
-            self.critic = weights.shard(weights.Critic(lm).to(device), mesh, dtype)
-        if config.kl_coef:
-            reference = weights.Actor(weights.load(start)[0]).to(device).requires_grad_(False)
-            self.reference = weights.shard(reference, mesh, dtype)
-        weights.shard(self.actor, mesh, dtype)
+        if config.lora_rank:
+            weights.freeze(lm, dtype)
+            seed = seed_for(config.seed, "adapters")
+            lora.add(lm, config.lora_rank, config.lora_alpha, seed, start)
+        self.shard_all(lm, start, dtype)
         if self.engine.in_waves:
             weights.share(self.engine.lm, self.actor)
         self.modules = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         self.rates = {"actor": config.lr, "critic": config.critic_lr}
-        self.optimizers = {
-            name: torch.optim.AdamW(module.parameters(), lr=self.rates[name], weight_decay=0.0)
-            for name, module in self.modules.items()
-        }
+        self.optimizers = {}
+        for name, module in self.modules.items():
+            trained = [p for p in module.parameters() if p.requires_grad]
+            # foreach, a GPU's default, would hold one more float32 copy of all weights to save milliseconds.
+            self.optimizers[name] = torch.optim.AdamW(
+                trained, self.rates[name], weight_decay=0.0, foreach=False
+            )
+
+    def shard_all(self, lm, start: str, dtype: torch.dtype) -> None:
+        """Spread the actor, PPO's critic and the reference over all ranks."""
+        config = self.config
+        shard = partial(
+            weights.shard,
+            mesh=weights.mesh(),
+            compute_dtype=dtype,
+            recompute=config.activation_checkpointing,
+        )
+        self.critic = self.reference = None
+        if (
+            config.algo == "ppo"
+        ):  # a copy of the actor: where that has adapters, adapters of its own
+            self.critic = shard(weights.Critic(lm), offload=config.offload_optimizer)
+        if config.kl_coef and config.lora_rank:
+            self.reference = self.actor  # with its adapters off
+        elif config.kl_coef:
+            reference, _ = weights.load_once(start)
+            weights.freeze(reference, dtype)
+            self.reference = shard(weights.Actor(reference), offload=config.offload_reference)
+        shard(self.actor, offload=config.offload_optimizer)
 
     def say(self, text: str) -> None:
         """A line for the person who watches, above the progress bar."""
@@ -584,7 +631,8 @@ class Run:
         if config.epochs * config.minibatches > 1 or (config.kl_coef and config.kl_in == "reward"):
             batch.old_logprobs = score(logprobs(self.actor), batch, rows, config)
         if self.reference:
-            batch.ref_logprobs = score(logprobs(self.reference), batch, rows, config)
+            with lora.adapters_off(self.reference):
+                batch.ref_logprobs = score(logprobs(self.reference), batch, rows, config)
         if not self.critic:
             return None
         values = lambda part: self.critic(part.input_ids, part.lengths)[0]  # noqa: E731
@@ -622,6 +670,8 @@ def peak_memory_gb() -> float | None:
 
 def main(config: Config) -> None:
     """Train from start to report. Everything a run writes goes to out/<name>/."""
+    if config.estimate is not None:
+        return estimate.show(config)
     with ExitStack() as stack:
         stack.enter_context(weights.distributed())
         started = time.perf_counter()

@@ -4,8 +4,8 @@
 #
 # The paper: TextCraft, 100 goals: Qwen2.5-7B 42 %, AgentGym-RL-7B 89, ScalingInter-7B 91; 3B: 14, AgentGym-RL-3B 75.
 #
-# For one node of 8 GPUs with 80 GB. Weights, gradients and Adam's moments in float32 are 122 GB for 7.6
-# billion parameters, 15 GB a GPU when sharded over 8; vLLM's own bfloat16 copy is 15 GB on each.
+# For one node of 8 GPUs with 80 GB. By `train.py --estimate 8` with these flags: 30 GiB of each in an update (120
+# without --activation-checkpointing), and 12 GiB beside vLLM's half of the GPU while it plays; 3B: 14 and 5.
 #
 #     bash runs/qwen_textcraft.sh
 #     bash runs/qwen_textcraft.sh --stages 30                             # the fixed horizon, to compare with
@@ -18,5 +18,5 @@ torchrun --standalone --nproc_per_node=8 train.py --env textcraft --model Qwen/Q
   --algo grpo --tasks-per-step 32 --group-size 8 --minibatches 4 --steps 330 \
   --stages 10 20 30 --interval 100 --lr 1e-6 --warmup 0 --decay 0 --kl-coef 0.001 \
   --kl-in loss --kl-estimator k3 --entropy-coef 0.001 --max-invalid 0 --max-new-tokens 512 \
-  --max-tokens 10752 --max-observation-tokens 2048 --micro-tokens 16384 --engine auto \
+  --max-tokens 10752 --max-observation-tokens 2048 --micro-tokens 16384 --activation-checkpointing --engine auto \
   --eval-every 25 --save-every 25 "$@"

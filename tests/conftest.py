@@ -35,7 +35,7 @@ def chat(tokenizer) -> Chat:
     return Chat(tokenizer)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_lm(tokenizer):
     """A random Qwen2 with two layers and some 25,000 parameters; the same one for the same seed."""
 

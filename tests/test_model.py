@@ -239,7 +239,7 @@ def test_the_sampler_and_full_weights_show_the_weights_of_after_the_update(
 ):
     # BEHAVIOURS 30
     actor = Actor(make_lm())
-    twin = weights.sampler_copy(actor, 1, torch.float32)
+    twin = weights.sampler_copy(actor, True, torch.float32)
     weights.shard(actor, weights.mesh())
     weights.share(twin, actor)
     ids, mask = a_batch()
@@ -262,7 +262,7 @@ def test_the_sampler_and_full_weights_show_the_weights_of_after_the_update(
 
 def test_a_sampler_with_weights_of_its_own_is_left_as_it_is(make_lm, one_rank):
     actor = Actor(make_lm())
-    twin = weights.sampler_copy(actor, 2, torch.float32)  # as with two ranks
+    twin = weights.sampler_copy(actor, False, torch.float32)  # as with two ranks
     before = {name: p.clone() for name, p in twin.named_parameters()}
     weights.shard(actor, weights.mesh())
     weights.share(twin, actor)

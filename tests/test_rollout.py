@@ -696,13 +696,23 @@ def test_micro_batches_by_hand():
     assert deal([], 0, 2) == []
 
 
+def test_several_ranks_get_even_groups_in_no_more_rounds():
+    # a full group, and a rest: one rank would wait while the other computes 20 rows
+    lengths = [10] * 21
+    assert [len(group) for group in micro_batches(lengths, 200)] == [20, 1]
+    assert [len(group) for group in micro_batches(lengths, 200, ranks=2)] == [11, 10]
+    assert [len(group) for group in micro_batches(lengths, 200, ranks=4)] == [6, 6, 6, 3]
+    assert micro_batches([300, 7], 200, ranks=2) == [[0], [1]] and micro_batches([], 200, 2) == []
+
+
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120), st.integers(1, 5)
 )
 def test_micro_batches_hold_each_row_once_within_the_budget_and_ranks_get_equally_many(
     lengths, budget, world
 ):  # BEHAVIOURS 36
-    groups = micro_batches(lengths, budget)
+    groups = micro_batches(lengths, budget, world)
+    assert -(-len(groups) // world) <= -(-len(micro_batches(lengths, budget)) // world)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         assert len(group) == 1 or len(group) * max(lengths[row] for row in group) <= budget
