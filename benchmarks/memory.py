@@ -20,9 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# Tensors are given back the moment they are freed. Without it glibc keeps some for later, and how many is chance.
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # what is held doesn't depend on it
+# Tensors are given back the moment they are freed. By default glibc keeps some for later, and how many is chance (we saw
+# a sixth more). It reads this once, as a process starts: so this one starts again.
+if __name__ == "__main__" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 import torch
 import tyro
