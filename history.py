@@ -162,7 +162,8 @@ def trajectory(line: dict, run: int) -> dict:
     return {
         "run": run, "step": number(line.get("step")), "split": text(line.get("split")), "env": text(line.get("env")),
         "task": text(line.get("task")), "category": text(line.get("category")), "group": number(line.get("group")),
-        "sample": number(line.get("sample")), "version": number(line.get("weights_version")),
+        "sample": number(line.get("sample")), "temperature": number(line.get("temperature")),
+        "version": number(line.get("weights_version")),
         "max_turns": number(line.get("max_turns")), "end": text(line.get("end")), "error": text(line.get("error")),
         "success": bool(line.get("success")), "return": number(line.get("return")), "turns": turns,
         "last": text(line.get("last_observation")),

@@ -78,11 +78,13 @@ def _counts(names) -> dict[str, int]:
     return counts
 
 
-def as_line(t: Trajectory, step: int, split: str, row: int | None, batch: Batch | None) -> dict:
+def as_line(
+    t: Trajectory, step: int, split: str, temperature: float, row: int | None = None, batch: Batch | None = None
+) -> dict:  # fmt: skip
     """One line of trajectories.jsonl; `row` of `batch` says where its tokens' numbers are, None leaves them out."""
     line = {
         "step": step, "split": split, "env": t.env, "task": t.task, "category": t.category, "group": t.group,
-        "sample": t.sample, "weights_version": t.weights_version, "max_turns": t.max_turns, "end": t.end,
+        "sample": t.sample, "temperature": temperature, "weights_version": t.weights_version, "max_turns": t.max_turns, "end": t.end,
         "error": t.error, "success": t.success, "return": t.episode_return,
         "turns": [
             {"observation": turn.observation, "completion": turn.completion, "thought": turn.thought,

@@ -595,7 +595,7 @@ class Run:
         record |= summarise(played, config.seed)
         self.say(table(record, f"step {step}, {split}, {'sampled' if temperature else 'greedy'}"))
         self.write("eval.jsonl", [record | {"seconds": time.perf_counter() - began}])
-        self.write("trajectories.jsonl", [as_line(t, step, split, None, None) for t in played])
+        self.write("trajectories.jsonl", [as_line(t, step, split, temperature) for t in played])
         return record
 
     def evaluate_on_test(self) -> None:
@@ -743,7 +743,7 @@ def main(config: Config) -> None:
             }
             row_of = {id(t): row for row, t in enumerate(valid)}
             run.write("trajectories.jsonl", [
-                as_line(t, step, "train", row_of.get(id(t)) if i < config.log_tokens else None, batch)
+                as_line(t, step, "train", config.temperature, row_of.get(id(t)) if i < config.log_tokens else None, batch)
                 for i, t in enumerate(trajectories)
             ])  # fmt: skip
             run.write("metrics.jsonl", [metrics])

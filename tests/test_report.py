@@ -19,8 +19,8 @@ import history
 import model as weights
 import report
 import train
+from compare import gain
 from envs.webarena_parts.browser import find_chromium
-from evaluate import gain
 
 ROOT = Path(__file__).parents[1]
 FLAGS = (
@@ -555,6 +555,22 @@ def test_two_of_a_group_side_by_side(browser, tmp_path):
         assert page.locator("article").count() == 1
         page.locator("article .group button").nth(2).click()
         assert page.locator("article").get_attribute("data-index") == "2"
+
+
+@needs_chromium
+def test_greedy_and_sampled_episodes_of_a_task_are_no_group(browser, tmp_path):
+    played = [line(split="test", sample=n, temperature=t) for t in (1.0, 0.0) for n in (0, 1)]
+    with opened(browser, page_of(a_run(tmp_path / "run", trajectories=played))) as page:
+        for index, kind in ((0, "sampled at temperature 1"), (2, "greedy")):
+            page.locator("#list").press("Home")
+            for _ in range(index):
+                page.keyboard.press("j")
+            assert kind in page.locator("article").inner_text()
+            labels = page.locator("#beside option").all_inner_texts()
+            assert [label.split(":")[0] for label in labels] == [
+                "nothing",
+                f"sample {1 - index % 2}",
+            ]
 
 
 # --- tokens ---
