@@ -40,6 +40,7 @@ import model as weights
 import sft
 import train
 from agent import Trajectory
+from benchmarks.memory import status
 from rollout import Batch, collate, micro_batches
 
 # Tensors are given back the moment they are freed. Without it glibc keeps some for later, and how many is chance.
@@ -174,12 +175,6 @@ def compare_time(config: Config) -> None:
 
 
 # --- memory of the loss ---
-
-
-def status(key: str) -> int:
-    """Bytes: VmRSS is what the process has now, VmHWM the most it had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def naive_logprobs(hidden: torch.Tensor, head: nn.Linear, input_ids: torch.Tensor) -> torch.Tensor:
