@@ -162,10 +162,10 @@ def moments(shape: Shape, config, ranks: int, compute: int) -> dict[str, dict[st
     gradients = {"gradients": critics * MASTER * trained * on_gpu}
     root = {"embeddings and output projection, gathered": compute * shape.root}
     head = compute * shape.vocab * shape.hidden * is_full
-    chunk = min(weights.CHUNK, config.micro_tokens) * shape.vocab
+    chunk = min(weights.chunk_rows(shape.vocab), config.micro_tokens) * shape.vocab
     waiting = {"activations that wait": critics * kept}
     return {
-        # Four float32 tensors of (CHUNK, V) at once; the projection's gradient, and a chunk's share to add to it.
+        # Four float32 tensors of (chunk, V) at once; the projection's gradient, and a chunk's share to add to it.
         "the loss": gradients | root | waiting | {"logits of a chunk": 4 * MASTER * chunk, "gradient of the output projection": 2 * head},
         # One block at work, the next one on its way; a gradient, and its float32 copy to be averaged.
         "the first block's backward pass": gradients | root | waiting | {

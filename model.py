@@ -56,7 +56,8 @@ import lora
 
 transformers_logging.disable_progress_bar()  # a bar per weight file, in the middle of ours
 
-CHUNK = 1024  # tokens projected on the vocabulary at once: 1024 x 152k x 4 bytes is 0.6 GB
+CHUNK = 1024  # tokens projected on the vocabulary at once, at most,
+LOGITS = 2**25  # and logits: four such tensors exist at once, of 128 MiB each
 
 # --- load ---
 
@@ -178,6 +179,11 @@ def check_fits(lm: PreTrainedModel, max_tokens: int) -> None:
 # --- score tokens ---
 
 
+def chunk_rows(vocab: int) -> int:
+    """How many tokens `token_logprobs` projects at once: fewer where each has very many logits."""
+    return max(1, min(CHUNK, LOGITS // vocab))
+
+
 def token_logprobs(
     hidden: Tensor,
     head: nn.Module,
@@ -190,7 +196,7 @@ def token_logprobs(
 
         logprobs[b, t] = log softmax(head(hidden[b, t-1]) / temperature)[input_ids[b, t]]
 
-    Only trainable tokens are projected on the vocabulary, CHUNK at a time, and each chunk is computed again
+    Only trainable tokens are projected on the vocabulary, a chunk at a time, and each chunk is computed again
     in the backward pass: neither (B, T, V) nor (trainable tokens, V) ever exists.
 
     hidden       (B, T, H)  last hidden states
@@ -210,7 +216,8 @@ def token_logprobs(
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
-    chunks = zip(states.split(CHUNK), targets.split(CHUNK), strict=True)
+    rows = chunk_rows(head.weight.shape[0])
+    chunks = zip(states.split(rows), targets.split(rows), strict=True)
     if torch.is_grad_enabled():
         scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
     else:

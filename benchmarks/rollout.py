@@ -1,9 +1,8 @@
 """
-Where the time goes: each part of a training step beside the least it could cost, measured in one run.
+Playing and sampling beside the least they could cost, measured in one run (learning: benchmarks/training.py).
 
     rollout    32 trajectories of up to 8 turns, 50 ms in every environment call  /  the engine alone, same requests
     sampling   HFEngine's tokens a second                                         /  transformers' generate
-    training   tokens a second through `update`                                   /  bare forward and backward, no padding
 
 and with --engine vllm, where it is installed:
 
@@ -29,10 +28,9 @@ import tyro
 
 import model as weights
 import sft
-import train
 from agent import Chat, Trajectory
 from engines import HFEngine, VLLMEngine
-from rollout import Limits, collate, rollout
+from rollout import Limits, rollout
 
 
 @dataclass(frozen=True)
@@ -249,42 +247,6 @@ def sampling_ratio(lm, config: Config) -> None:
     print(f"sampling   {speed:.0f} tokens/s, generate {base:.0f}: {speed / base:.2f} times")
 
 
-def training_ratio(lm, config: Config) -> None:
-    """A whole `update` on trajectories of unequal lengths, beside forward and backward on as many tokens, unpadded."""
-    rng = random.Random(0)
-    trajectories = []
-    for row in range(config.trajectories):
-        t = Trajectory("toy", "t", row // 8, row % 8, end="terminated")
-        for _ in range(rng.randrange(2, config.turns + 1)):
-            t.add_context([rng.randrange(10, 400) for _ in range(25)])
-            t.ids += [rng.randrange(10, 400) for _ in range(25)]
-            t.loss_mask += [1] * 25
-            t.logprobs += [-1.0] * 25
-        trajectories.append(t)
-    batch = collate(trajectories)
-    batch.advantages = torch.randn(batch.input_ids.shape)
-    actor = weights.Actor(lm)
-    tokens, length = int(batch.lengths.sum()), int(batch.lengths.float().mean())
-    dense = torch.randint(10, 400, (max(1, tokens // length), length), device=lm.device)
-    per_pass = max(1, 4096 // length)
-
-    def bare() -> None:
-        for part in dense.split(per_pass):
-            lm(input_ids=part, labels=part).loss.backward()
-        lm.zero_grad()
-
-    base = dense.numel() / best(bare, config.repeats)
-    weights.shard(actor, weights.mesh())
-    optimizers = {"actor": torch.optim.AdamW(actor.parameters(), lr=1e-6)}
-    settings, rows = train.Config(), list(range(len(trajectories)))
-    speed = tokens / best(
-        lambda: train.update(actor, None, optimizers, batch, rows, settings), config.repeats
-    )
-    print(
-        f"training   {speed:.0f} tokens/s in `update`, bare forward-backward {base:.0f}: {speed / base:.2f} times"
-    )
-
-
 def main(config: Config) -> None:
     """Print a line for each comparison."""
     with weights.distributed():
@@ -318,7 +280,6 @@ def main(config: Config) -> None:
             return
         rollout_ratio(lm, Chat(tokenizer), config)
         sampling_ratio(lm, config)
-        training_ratio(lm, config)
 
 
 if __name__ == "__main__":

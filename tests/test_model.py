@@ -100,8 +100,11 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("length", [64, 512])
-def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(length, monkeypatch):  # BEHAVIOURS 32
-    monkeypatch.setattr(weights, "CHUNK", 16)
+@pytest.mark.parametrize("limit", [("CHUNK", 16), ("LOGITS", 16_999)])
+def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(
+    limit, length, monkeypatch
+):  # BEHAVIOURS 32
+    monkeypatch.setattr(weights, *limit)
     hidden, head = torch.randn(2, length, 8, requires_grad=True), nn.Linear(8, 1000, bias=False)
     ids, mask = torch.randint(0, 1000, (2, length)), torch.ones(2, length)
     mask[:, 0] = 0
@@ -111,6 +114,10 @@ def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(length, monkeypatch):
     with Largest() as naive:
         head(hidden).log_softmax(-1).gather(-1, ids[..., None]).sum().backward()
     assert naive.numbers == 2 * length * 1000
+
+
+def test_a_chunk_has_1024_tokens_or_128_mib_of_logits():
+    assert [weights.chunk_rows(vocab) for vocab in (512, 32_768, 152_000, 2**30)] == [1024, 1024, 220, 1]  # fmt: skip
 
 
 def test_entropy_by_hand():
