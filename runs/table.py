@@ -49,8 +49,8 @@ def folder(setting: str, seed: int) -> str:
     return "table-" + "".join(c if c.isalnum() else "-" for c in setting.lower()) + f"-seed{seed}"
 
 
-def script(*words: str) -> None:
-    """Run a script of ours on one thread; raises CalledProcessError with its output shown."""
+def script(*words: str) -> str:
+    """Run a script of ours on one thread, return what it printed; raises CalledProcessError with that shown."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True
@@ -58,6 +58,7 @@ def script(*words: str) -> None:
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
     done.check_returncode()
+    return done.stdout
 
 
 def evaluation(name: str) -> dict | None:
@@ -144,17 +145,15 @@ def show(config: Config) -> None:
 def main(config: Config) -> None:
     """Run what is missing, then print the table."""
     if not config.show:
-        script("sft.py")  # the start: made once, found again by every run
-        start = max(
-            (ROOT / "out/models").glob("tiny-babyai-*"), key=lambda path: path.stat().st_mtime
-        )
+        said = script("sft.py")  # the start: made once, found again by every run
+        start = said.split("starting policy: ")[1].split()[0]
         with ThreadPoolExecutor(config.parallel) as pool:
             jobs = [
-                pool.submit(evaluate, str(start), seed, f"table-start-seed{seed}")
+                pool.submit(evaluate, start, seed, f"table-start-seed{seed}")
                 for seed in config.seeds
             ]
             jobs += [
-                pool.submit(run, setting, seed, str(start), config)
+                pool.submit(run, setting, seed, start, config)
                 for seed in config.seeds
                 for setting in SETTINGS
             ]
