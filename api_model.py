@@ -54,6 +54,11 @@ class ApiError(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the conversation no longer fits the model's context, in the words of OpenAI's servers and vLLM's."""
+        return self.status == 400 and bool(re.search("context_length|context length", str(self)))
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -116,7 +121,7 @@ class ApiClient:
                     retries=False, redirect=False, timeout=urllib3.Timeout(total=self.timeout),
                 )  # fmt: skip
                 if response.status == 200:
-                    return read_reply(response.data)
+                    return self._read(response.data)
                 fault = self._refusal(response.status, response.data)
                 if response.status not in (408, 409, 429) and response.status < 500:
                     raise fault
@@ -165,14 +170,26 @@ class ApiClient:
             403: "; set OPENAI_API_KEY to a key that it takes",
             404: f"; is there a model {self.model!r}, and does --api-url end as it should (/v1, mostly)?",
         }
-        said = " ".join(data.decode(errors="replace").split())[:300]
-        if self._key:
-            said = said.replace(self._key, "<key>")
+        said = self._quoted(data, 300)
         return ApiError(f"{self.url} answered {status}: {said}{advice.get(status, '')}", status)
 
+    def _read(self, data: bytes) -> Reply:
+        reply = read_reply(data)
+        if reply is None:
+            raise ApiError(
+                "expected a chat completion with choices[0].message.content and usage, "
+                f"got {self._quoted(data, 200)!r}"
+            )
+        return reply
 
-def read_reply(data: bytes) -> Reply:
-    """A chat completion's text and token counts; raises ApiError where it is none, or has no text."""
+    def _quoted(self, data: bytes, most: int) -> str:
+        """The start of what a server said, on one line. Some repeat the key: it is taken out first, then the text cut."""
+        said = " ".join(data.decode(errors="replace").split())
+        return (said.replace(self._key, "<key>") if self._key else said)[:most]
+
+
+def read_reply(data: bytes) -> Reply | None:
+    """A chat completion's text and token counts; None where it is none, or has no text."""
     try:
         match json.loads(data):
             case {
@@ -185,10 +202,7 @@ def read_reply(data: bytes) -> Reply:
                     return Reply(text or "", is_cut, read, written)
     except ValueError:  # not JSON
         pass
-    raise ApiError(
-        "expected a chat completion with choices[0].message.content and usage, "
-        f"got {data[:200].decode(errors='replace')!r}"
-    )
+    return None
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
@@ -288,6 +302,8 @@ class ApiEngine:
             key, known, reply = self.replies.get(timeout=self.MOMENT)
         except queue.Empty:
             return []
+        if isinstance(reply, ApiError) and reply.is_full:
+            return [(key, [], [])]  # this server's context is smaller than max_tokens
         if isinstance(reply, Exception):
             return [(key, reply, [])]
         self.used.update(

@@ -175,3 +175,7 @@ def check_tasks(before: dict, after: dict, a: Path, b: Path) -> None:
                 f"not the same tasks: {here} has {len(missing)} that {there} has not, {missing[0]!r} for one. "
                 "Evaluate both with the same --split, --options and --limit"
             )
+    if not before["per_task"].keys() & after["per_task"].keys():
+        raise ValueError(
+            f"not the same tasks: {a} and {b} share none that was played without an error"
+        )

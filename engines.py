@@ -8,7 +8,7 @@ Samplers: requests in, sampled turns out.
     open_engine  the one that --engine names
 
 Both have add, step, sync, sleep, wake and close, and rollout.py's loop knows nothing else of them. Token ids in, token ids
-out: no text passes through here.
+out: no text passes through here. (api_model.py has a third, whose `step` may also return an exception or no ids.)
 
 Read model.py first, rollout.py next.
 """

@@ -67,7 +67,9 @@ class Play:
     concurrency: int = 256  # episodes at once on each rank
     env_timeout: float = 60.0  # seconds for one call to an environment
     env_grace: float = 60.0  # seconds in which a server that does not answer may come back
-    max_error_fraction: float = 0.1  # of episodes whose environment failed; above it is no result
+    max_error_fraction: float = (
+        0.1  # of episodes that failed (their environment, a server); above it is no result
+    )
 
     def __post_init__(self):
         for name in self.env:
@@ -117,6 +119,8 @@ class Config(Play):
                 )
         if self.prompt_price < 0 or self.completion_price < 0:
             raise ValueError("--prompt-price and --completion-price must be 0 or more")
+        if self.api_timeout <= 0:
+            raise ValueError(f"--api-timeout must be above 0 seconds, got {self.api_timeout:g}")
         if self.samples < 1 or self.limit < 0:
             raise ValueError(
                 "--samples must be 1 or more and --limit 0 or more, "
@@ -358,10 +362,14 @@ def main(config: Config) -> None:
                 engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
                 config.temperature, config.limit,
             )  # fmt: skip
-            check_errors(trajectories, config.max_error_fraction)
-            record = summarise(trajectories, config.seed)
-            if config.api_url:
-                record["usage"] = engine.take_usage()
+            usage = {"usage": engine.take_usage()} if config.api_url else {}
+            try:
+                check_errors(trajectories, config.max_error_fraction)
+            except RolloutError:  # it is no result, but it was paid for
+                if usage and dist.get_rank() == 0:
+                    print(api_model.in_words(usage["usage"]))
+                raise
+            record = summarise(trajectories, config.seed) | usage
             if dist.get_rank() == 0:
                 print(
                     table(

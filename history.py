@@ -49,7 +49,8 @@ def stream(path: Path, notes: list[str], newest: int | None = None) -> Iterator[
             if isinstance(line, dict):
                 yield line
             elif raw.strip():
-                bad.append(str(place) if raw.endswith(b"\n") else f"{place} (cut off)")
+                place = f"{place} of these" if skipped else str(place)
+                bad.append(place if raw.endswith(b"\n") else f"{place} (cut off)")
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         notes.append(f"{path}: no JSON object in line {', '.join(bad[:5])}{more}: left out")
@@ -230,6 +231,9 @@ def gather(folders: list[Path], newest: int | None = None) -> tuple[dict, list[t
             if t["split"] == "train" and t["end"] != "error":
                 group = (t["env"], t["task"], t["group"])
                 outcomes.setdefault(t["step"], {}).setdefault(group, []).append(t["success"])
+        lines = folder / "trajectories.jsonl"
+        if newest is not None and outcomes and lines.stat().st_size > newest:
+            del outcomes[min(outcomes)]  # the step that the window begins in may be half there
         if not metrics and not records and len(items) == before:
             raise ValueError(
                 f"{folder} holds nothing to show: expected lines in its metrics.jsonl, eval.jsonl or "

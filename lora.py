@@ -41,7 +41,7 @@ def add(lm, rank: int, alpha: float, seed: int, base: str) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)  # of A, which is random; B is 0
         settings = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules="all-linear", base_model_name_or_path=base

@@ -611,6 +611,11 @@ def load_training_state(
                 if key.startswith(prefix)
             }
     _reraised(lambda: dcp.load(training_tensors(optimizers, modules), storage_reader=source))
+    return saved_state(folder)
+
+
+def saved_state(folder: Path) -> dict:
+    """A checkpoint's `state`, as given to save_checkpoint."""
     return json.loads((folder / "state.json").read_text())
 
 

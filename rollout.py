@@ -286,7 +286,7 @@ class _Loop:
         self.playing[key] = episode
         self.engine.add(key, trajectory.ids, min(limits.max_new_tokens, room), self.temperature)
 
-    def _act(self, episode: _Episode, ids: list[int], logprobs: list[float]) -> None:
+    def _act(self, episode: _Episode, ids: list[int] | Exception, logprobs: list[float]) -> None:
         """The engine has written a turn: pass its action on, or answer a broken form ourselves."""
         trajectory = episode.trajectory
         if isinstance(ids, Exception):  # a model behind an address (api_model.py) may be lost, too

@@ -220,7 +220,7 @@ def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCau
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed_for(config.seed, "tiny weights"))
         lm = Qwen2ForCausalLM(shape)
         if config.copy_head:
@@ -410,14 +410,17 @@ def main(config: Config) -> None:
     """Make demonstrations, clone them, save the policy: `tiny` from scratch, anything else from its weights."""
     with weights.distributed():
         if config.model == "tiny":
-            print(f"starting policy: {starting_policy(config)}")
+            folder = starting_policy(config)
+            if dist.get_rank() == 0:
+                print(f"starting policy: {folder}")
             return
-        path = weights.smollm2() if config.model == "smollm2" else config.model
+        path = weights.on_rank_0(weights.smollm2) if config.model == "smollm2" else config.model
         lm, tokenizer = weights.load(path)
-        folder = weights.new_run(config.name, "sft") / "policy"
+        folder = weights.on_rank_0(lambda: weights.new_run(config.name, "sft")) / "policy"
         demos, instructions = gather_demonstrations(config)
         learn(weights.Actor(lm), tokenizer, demos, instructions, config, folder)
-        print(f"cloned policy: {folder}")
+        if dist.get_rank() == 0:
+            print(f"cloned policy: {folder}")
 
 
 def _quiet() -> bool | None:

@@ -193,6 +193,10 @@ class Config(Play):
             raise ValueError("--kl-coef and --entropy-coef must be 0 or more")
         if self.lora_rank < 0:
             raise ValueError(f"--lora-rank must be 0 (off) or more, got {self.lora_rank}")
+        if self.lora_alpha <= 0:
+            raise ValueError(
+                f"--lora-alpha must be above 0 (adapters count alpha / rank times), got {self.lora_alpha:g}"
+            )
         if self.lora_rank:
             lora.check_installed()
         if any(count < 1 for count in self.estimate or ()):
@@ -460,10 +464,19 @@ class Run:
         self.config = config
         self.is_main = dist.get_rank() == 0
         checkpoint = weights.on_rank_0(lambda: resume_point(config))
-        start = find_model(config)
+        # A resumed run keeps the model it started from: the name `tiny` means another one once its source has changed.
+        known = weights.on_rank_0(lambda: weights.saved_state(checkpoint) if checkpoint else {})
+        start = known.get("start") or find_model(config)
         self.load_policy(start, checkpoint)
         stack.callback(self.engine.close)
-        self.state = {"step": 0, "version": 0, "history": [], "best": -1.0, "sampled_tokens": 0}
+        self.state = {
+            "step": 0,
+            "version": 0,
+            "history": [],
+            "best": -1.0,
+            "sampled_tokens": 0,
+            "start": start,
+        }
         if checkpoint:
             self.state = weights.load_training_state(checkpoint, self.optimizers, self.modules)
         self.pools = open_pools(config, stack)
@@ -531,13 +544,17 @@ class Run:
             config.algo == "ppo"
         ):  # a copy of the actor: where that has adapters, adapters of its own
             self.critic = shard(weights.Critic(lm), offload=config.offload_optimizer)
+        shard(self.actor, offload=config.offload_optimizer)
         if config.kl_coef and config.lora_rank:
             self.reference = self.actor  # with its adapters off
-        elif config.kl_coef:
+        elif config.kl_coef:  # read only now: rank 0 holds one whole model at a time
             reference, _ = weights.load_once(start)
             weights.freeze(reference, dtype)
             self.reference = shard(weights.Actor(reference), offload=config.offload_reference)
-        shard(self.actor, offload=config.offload_optimizer)
+
+    def is_out_of_budget(self) -> bool:
+        """Whether as many tokens have been sampled as --budget-tokens allows."""
+        return 0 < self.config.budget_tokens <= self.state["sampled_tokens"]
 
     def say(self, text: str) -> None:
         """A line for the person who watches, above the progress bar."""
@@ -545,9 +562,9 @@ class Run:
             tqdm.write(text)
 
     def write(self, file: str, lines: list[dict]) -> None:
-        """Add lines to one of the run's files."""
+        """Add lines to one of the run's files. Collective: a full disk stops all ranks, not one."""
+        weights.on_rank_0(lambda: append_lines(self.folder / file, lines))
         if self.is_main:
-            append_lines(self.folder / file, lines)
             self.trackers.log(file, lines)
 
     def sync(self, version: int) -> float:
@@ -616,8 +633,8 @@ class Run:
         """A checkpoint of the step just finished. Collective."""
         folder = self.folder / "checkpoints" / f"step_{self.state['step']}"
         weights.save_checkpoint(folder, self.tokenizer, self.optimizers, self.modules, self.state)
+        weights.on_rank_0(lambda: weights.keep_newest(self.folder, self.config.keep))
         if self.is_main:
-            weights.keep_newest(self.folder, self.config.keep)
             self.page_due = report.refresh(self.folder, self.page_due)
 
     def score_all(self, batch: Batch, rows: list[int]) -> Tensor | None:
@@ -671,7 +688,7 @@ def peak_memory_gb() -> float | None:
 def main(config: Config) -> None:
     """Train from start to report. Everything a run writes goes to out/<name>/."""
     if config.estimate is not None:
-        return estimate.show(config)
+        return estimate.show(config) if int(os.environ.get("RANK", 0)) == 0 else None
     with ExitStack() as stack:
         stack.enter_context(weights.distributed())
         started = time.perf_counter()
@@ -681,7 +698,9 @@ def main(config: Config) -> None:
         bar = tqdm(
             total=config.steps, initial=run.state["step"], desc="training", disable=None if run.is_main else True
         )  # fmt: skip
-        for step in range(run.state["step"] + 1, config.steps + 1):
+        valid = []  # a run that was stopped during its closing evaluation has no step left to play
+        last = run.state["step"] if run.is_out_of_budget() else config.steps
+        for step in range(run.state["step"] + 1, last + 1):
             clock = [time.perf_counter()]
 
             # 1. How long, and what. Pure functions of the step: nothing to restore after a crash.
@@ -752,21 +771,23 @@ def main(config: Config) -> None:
             bar.update()
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
                 run.evaluate_on_dev()
-            out_of_budget = 0 < config.budget_tokens <= run.state["sampled_tokens"]
-            if step % config.save_every == 0 or step == config.steps or out_of_budget:
+            if step % config.save_every == 0 or step == config.steps or run.is_out_of_budget():
                 run.save()
-            if out_of_budget:
+            if run.is_out_of_budget():
                 break
         bar.close()
 
         if config.eval_every:
             run.evaluate_on_test()
         if run.is_main:
-            if config.eval_every:
+            if valid:
                 print(transcript(valid[0], run.chat, os.isatty(1)))
+            if config.eval_every:
                 print(before_and_after(run.folder))
             report.draw(run.folder, run.folder / "curve.png")
-            report.refresh(run.folder, newest=None)
+            report.refresh(
+                run.folder, newest=1_000_000_000
+            )  # more than a page holds, less than memory
             seconds = time.perf_counter() - started
             print(
                 f"{run.folder}: done in {seconds:.0f} s; curves and trajectories in {run.folder / 'report.html'}"

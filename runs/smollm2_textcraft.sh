@@ -12,12 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH" # made by `make test`, which installs vLLM's CPU build too
 
 # One crafting level: short games, short lists of recipes. A learning rate for a pretrained model.
-mkdir -p out
-rm -rf out/smollm2-clone
-python sft.py --env textcraft --options max_depth=1 --model smollm2 --demos 300 --updates 60 --batch-tokens 2048 \
-  --lr 2e-4 --name smollm2-clone | tee out/smollm2-sft.txt
-start=$(sed -n 's/^cloned policy: //p' out/smollm2-sft.txt)
+start=out/smollm2-clone/policy
+[ -e "$start/config.json" ] || python sft.py --env textcraft --options max_depth=1 --model smollm2 --demos 300 --updates 60 \
+  --batch-tokens 2048 --lr 2e-4 --name smollm2-clone
 
 torchrun --standalone --nproc_per_node=1 train.py --engine vllm --env textcraft --options max_depth=1 \
-  --model "$start" --name smollm2-textcraft --steps 3 --tasks-per-step 4 --group-size 4 --stages 4 \
+  --model "$start" --steps 3 --tasks-per-step 4 --group-size 4 --stages 4 \
   --lr 1e-5 --minibatches 1 --warmup 1 --max-tokens 2048 --max-observation-tokens 1024 --eval-every 0 "$@"

@@ -39,6 +39,7 @@ class Config:
     """Every field is a flag: --seeds 0 1"""
 
     seeds: tuple[int, ...] = (0, 1, 2)
+    start_seed: int = 1  # whose clone all runs start from
     budget: int = 180_000  # tokens sampled in training, a run
     interval: int = 5  # training steps a stage, for the grown horizon
     parallel: int = 2  # runs at once, each with one thread
@@ -145,7 +146,7 @@ def show(config: Config) -> None:
 def main(config: Config) -> None:
     """Run what is missing, then print the table."""
     if not config.show:
-        said = script("sft.py")  # the start: made once, found again by every run
+        said = script("sft.py", "--seed", str(config.start_seed))  # the start: made once, found again by every run
         start = said.split("starting policy: ")[1].split()[0]
         with ThreadPoolExecutor(config.parallel) as pool:
             jobs = [
