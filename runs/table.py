@@ -146,7 +146,9 @@ def show(config: Config) -> None:
 def main(config: Config) -> None:
     """Run what is missing, then print the table."""
     if not config.show:
-        said = script("sft.py", "--seed", str(config.start_seed))  # the start: made once, found again by every run
+        said = script(
+            "sft.py", "--seed", str(config.start_seed)
+        )  # the start: made once, found again by every run
         start = said.split("starting policy: ")[1].split()[0]
         with ThreadPoolExecutor(config.parallel) as pool:
             jobs = [

@@ -200,6 +200,28 @@ def test_a_model_that_thought_until_it_was_cut_off_has_said_nothing():
     assert read_reply(data) == api_model.Reply("", True, 7, 3)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"error": {"message": "too long", "code": "context_length_exceeded"}},
+        {
+            "message": "This model's maximum context length is 4096 tokens. However, you requested 5000."
+        },
+    ],
+)
+def test_a_conversation_that_no_longer_fits_has_ended_and_is_no_error(said):
+    def answer(body, headers):
+        return 400, {}, said
+
+    with api_server(answer) as url:
+        engine = ApiEngine(ApiClient(url, "toy"), max_tokens=8000)
+        engine.add(("k",), [*HELLO], 5)
+        finished = []
+        while not finished:
+            finished = engine.step()
+    assert finished == [(("k",), [], [])]
+
+
 def test_a_key_is_never_shown(ask, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     with pytest.raises(
@@ -207,6 +229,12 @@ def test_a_key_is_never_shown(ask, monkeypatch):
     ) as refusal:
         ask((401, {}, {"error": {"message": "no such key as sk-secret"}}))
     assert "secret" not in str(refusal.value)
+    for status, reply in ((401, b"x" * 296 + b"sk-secret"), (200, b"thanks for sk-secret")):
+        with pytest.raises(
+            ApiError
+        ) as refusal:  # at the very place where the text is cut, and in a bad reply
+            ask((status, {}, reply))
+        assert "sk-" not in str(refusal.value)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
     with pytest.raises(ValueError, match="OPENAI_API_KEY must be ASCII") as refusal:
         ApiClient("http://127.0.0.1:9/v1", "toy")

@@ -80,6 +80,7 @@ def start(tmp_path_factory) -> str:
         (["--options", "levels=imaginary"], "imaginary"),
         (["--resume"], "--name"),
         (["--temperature", "0"], "greedy"),
+        (["--lora-rank", "4", "--lora-alpha", "0"], "--lora-alpha must be above 0"),
         (["--max-tokens", "5000"], "context of 4096 tokens"),
         (["--no-such-flag"], "no-such-flag"),
         (
@@ -162,6 +163,11 @@ def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(
         for line in (tmp_path / "out/killed/trajectories.jsonl").read_text().splitlines()
     ]
     assert steps == sorted(steps) and steps.count(1) == steps.count(4) == 8
+
+    # It may have been stopped after its last step, too: then nothing is left to play.
+    again = run("train.py", *flags, "--name", "killed", "--resume", cwd=tmp_path)
+    assert again.returncode == 0 and "done in" in again.stdout, again.stderr[-2000:]
+    assert metrics(tmp_path / "out/killed") == metrics(tmp_path / "out/whole")
 
     changed = run("train.py", *flags, "--name", "killed", "--resume", "--lr", "0.5", cwd=tmp_path)
     assert changed.returncode == 2 and "--lr was 0.0002, now 0.5" in changed.stderr
