@@ -154,3 +154,10 @@ def test_no_result_is_refused_and_half_a_line_is_not_read(tmp_path):
 def test_two_results_are_needed():
     with pytest.raises(ValueError, match="--compare takes two results, A and B, got 1"):
         evaluate.Config(compare=(Path("a"),))
+
+
+def test_results_that_share_no_task_are_refused(tmp_path):
+    a = write(tmp_path / "a", record({"babyai/1": 1.0}, errors=1))
+    b = write(tmp_path / "b", record({"babyai/2": 1.0}, errors=1))
+    with pytest.raises(ValueError, match="share none"):
+        compare.compare(a, b)
