@@ -221,7 +221,7 @@ def token_logprobs(
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
-    rows = chunk_rows(head.weight.shape[0])
+    rows = chunk_rows(getattr(head, "out_features", hidden.shape[-1]))
     chunks = zip(states.split(rows), targets.split(rows), strict=True)
     if torch.is_grad_enabled():
         scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]

@@ -178,6 +178,7 @@ def commands_in(text: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "runs").glob("*.sh")))
 def test_runs_use_flags_that_exist(name, monkeypatch):
     monkeypatch.setenv("SHOPPING", "http://127.0.0.1:7770")  # a deployment of WebArena's sites
+    monkeypatch.setattr("evaluate.check_engine", lambda engine: None)  # vLLM need not be here
     found = commands_in((ROOT / "runs" / name).read_text())
     assert found, f"runs/{name} starts no script of ours"
     for script, flags in found:
