@@ -278,6 +278,19 @@ def scores(actor, ids, mask) -> torch.Tensor:
         return actor(ids, mask)[0][:, 2:]
 
 
+def test_frozen_weights_take_half_the_room_and_buffers_keep_theirs(make_lm):
+    lm = make_lm()
+    weights.freeze(lm, torch.bfloat16)
+    assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in lm.parameters())
+    assert {buffer.dtype for buffer in lm.buffers()} == {torch.float32}
+    lora.add(lm, 4, 8.0, seed=1, base="")
+    for name, parameter in lm.named_parameters():
+        assert (
+            parameter.requires_grad == lora.is_adapter(name) == (parameter.dtype == torch.float32)
+        )
+
+
 def test_a_stream_is_merged_by_hand():
     named = [
         ("embed.weight", torch.ones(1)),
@@ -382,7 +395,7 @@ def test_a_run_goes_on_with_fewer_ranks_after_one_in_which_a_rank_had_nothing_to
     start,  # noqa: F811
 ):
     flags = ["--model", start, "--name", "shrunk", "--algo", "ppo", "--tasks-per-step", "1"]
-    flags += ["--decay", "0", "--critic-warmup", "1", "--kl-coef", "0.01"]
+    flags += ["--decay", "0", "--critic-warmup", "1", "--kl-coef", "0.01", "--entropy-coef", "0.01"]
     flags += ["--offload-reference", "--offload-optimizer", "--activation-checkpointing"]
     done = torchrun(2, *flags, "--steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -405,7 +418,10 @@ def test_a_run_with_adapters_resumes_to_the_bit(algo, tmp_path, start):  # noqa:
             assert done.returncode == 0, done.stderr[-2000:]
     lines = metrics(tmp_path / "out/whole")
     assert lines == metrics(tmp_path / "out/cut")
-    assert all(line["first_ratio_max"] == 1 for line in lines)
+    for line in (
+        lines
+    ):  # 1 but for rounding: rows are scored in other micro-batches than they are trained in
+        assert line["first_ratio_max"] == pytest.approx(1, abs=1e-5)
     assert lines[-1]["ref_kl"] > 0
     assert all(line["probe_distance"] < 1e-3 for line in lines)
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
