@@ -329,6 +329,7 @@ def test_a_save_refreshes_the_page_on_one_rank_and_changes_nothing_else(
     run.folder = a_run(tmp_path / "run")
     run.state, run.tokenizer, run.optimizers, run.modules = {"step": 6}, None, {}, {}
     monkeypatch.setattr(weights, "save_checkpoint", lambda *_: None)
+    monkeypatch.setattr(weights, "on_rank_0", lambda make: make())  # there is no process group here
     before = {file: file.read_bytes() for file in run.folder.iterdir()}
     run.save()
     after = {file: file.read_bytes() for file in run.folder.iterdir()}
