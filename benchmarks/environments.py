@@ -14,6 +14,7 @@ thread with an episode of its own, as in rollout.py. Run it on a machine that do
 """
 
 import itertools
+import math
 import os
 import random
 import statistics
@@ -151,7 +152,10 @@ def measure(episodes: list, games: list[Game], seconds: float) -> tuple[float, f
         thread.join()
     spent = time.monotonic() - began
     steps, resets = ([t for result in results for t in result[i]] for i in (0, 1))
-    return len(steps) / spent, 1000 * statistics.median(steps), 1000 * statistics.median(resets)
+    middle = lambda times: (
+        1000 * statistics.median(times or [math.nan])
+    )  # a JVM's start may take it all
+    return len(steps) / spent, middle(steps), middle(resets)
 
 
 def measure_steps(name: str, games: list[Game], config: Config) -> None:
