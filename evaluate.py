@@ -67,9 +67,7 @@ class Play:
     concurrency: int = 256  # episodes at once on each rank
     env_timeout: float = 60.0  # seconds for one call to an environment
     env_grace: float = 60.0  # seconds in which a server that does not answer may come back
-    max_error_fraction: float = (
-        0.1  # of episodes that failed (their environment, a server); above it is no result
-    )
+    max_error_fraction: float = 0.1  # of episodes that may be lost to failures of servers
 
     def __post_init__(self):
         for name in self.env:

@@ -353,7 +353,7 @@ def shard(
     """Split a module's parameters over the ranks of `mesh` with FSDP2, in place; the numbers are rank 0's.
 
     Each transformer block is gathered just before it computes and freed just after; gradients are averaged
-    over ranks as they are scattered. Weights, gradients and optimizer state stay float32, compute is in
+    over ranks as they are scattered. Weights that learn, gradients and optimizer state stay float32, compute is in
     `compute_dtype`. The same calls serve one CPU process and many GPUs.
 
     recompute  activation checkpointing: of a block's forward pass only its input is kept, and the backward pass

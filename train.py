@@ -139,16 +139,12 @@ class Config(Play):
     max_error_fraction: float = 0.5  # stop when more episodes of a step fail than this
     # --- machine ---
     micro_tokens: int = 4096  # padded tokens in a forward pass: a matter of memory, not of results
-    activation_checkpointing: bool = (
-        False  # compute blocks again in the backward pass: a third more work, far less memory
-    )
+    activation_checkpointing: bool = False  # compute blocks again in the backward pass
     offload_reference: bool = False  # the reference policy waits in the CPU's memory
     offload_optimizer: bool = False  # so do float32 weights and Adam's moments; updates run there
     lora_rank: int = 0  # train adapters of this rank in place of the weights; 0 for off
     lora_alpha: float = 32.0  # adapters count alpha / rank times
-    estimate: tuple[int, ...] | None = (
-        None  # print the memory each of so many GPUs would need, and stop: --estimate 1 8
-    )
+    estimate: tuple[int, ...] | None = None  # only print the memory that so many GPUs need: 1 8
     # --- watching ---
     eval_every: int = (
         20  # steps between evaluations on dev; 0 for none at all, before and after too
@@ -540,9 +536,7 @@ class Run:
             recompute=config.activation_checkpointing,
         )
         self.critic = self.reference = None
-        if (
-            config.algo == "ppo"
-        ):  # a copy of the actor: where that has adapters, adapters of its own
+        if config.algo == "ppo":  # a copy of the actor, of its adapters too
             self.critic = shard(weights.Critic(lm), offload=config.offload_optimizer)
         shard(self.actor, offload=config.offload_optimizer)
         if config.kl_coef and config.lora_rank:
@@ -785,9 +779,8 @@ def main(config: Config) -> None:
             if config.eval_every:
                 print(before_and_after(run.folder))
             report.draw(run.folder, run.folder / "curve.png")
-            report.refresh(
-                run.folder, newest=1_000_000_000
-            )  # more than a page holds, less than memory
+            # More than a page has room for, less than memory has.
+            report.refresh(run.folder, newest=1_000_000_000)
             seconds = time.perf_counter() - started
             print(
                 f"{run.folder}: done in {seconds:.0f} s; curves and trajectories in {run.folder / 'report.html'}"

@@ -152,10 +152,9 @@ def measure(episodes: list, games: list[Game], seconds: float) -> tuple[float, f
         thread.join()
     spent = time.monotonic() - began
     steps, resets = ([t for result in results for t in result[i]] for i in (0, 1))
-    middle = lambda times: (
-        1000 * statistics.median(times or [math.nan])
-    )  # a JVM's start may take it all
-    return len(steps) / spent, middle(steps), middle(resets)
+    # Where a JVM's start took all the time there is no step to look at.
+    middles = (1000 * statistics.median(times or [math.nan]) for times in (steps, resets))
+    return len(steps) / spent, *middles
 
 
 def measure_steps(name: str, games: list[Game], config: Config) -> None:

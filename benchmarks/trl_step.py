@@ -128,6 +128,7 @@ class Pool:
         self.config, self.rewards = config, rewards
 
     def start(self, preferred: int, task: str, seed: int) -> tuple:
+        """An episode as rollout.py's EnvPool hands it out; its last turn pays the scripted reward."""
         turns = itertools.count(1)
 
         def step(action: str) -> tuple:

@@ -8,8 +8,8 @@
 #     bash runs/qwen_lora_24gb.sh
 #     bash runs/qwen_lora_24gb.sh --model Qwen/Qwen2.5-3B-Instruct --vllm-memory 0.5    # for research only: see its licence
 #
-# Memory, by `train.py --estimate 1` with these flags: 7 GiB in an update, and 3.3 GiB beside vLLM's 0.6 of the GPU
-# (14 GiB) while it plays; 3B: 11 and 6.4.
+# Memory, by `train.py --estimate 1` with these flags: 6 GiB in an update, and 3.3 GiB beside vLLM's 0.6 of the GPU
+# (14 GiB) while it plays; 3B: 10 and 6.4.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH" # with requirements-gpu.txt installed too

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The README's first table: the default configuration from three seeds, and beside each run the same
-# time spent on cloning alone. For 2 CPU cores: about 25 minutes a seed, one seed after another.
+# time spent on cloning alone. A seed takes 25 minutes on one thread of a busy machine, and cloning
+# for as long 20 more; `make train` on a quiet one took 11.
 #
 #     runs/seeds.sh                 # seeds 0 1 2
 #     runs/seeds.sh 3 4             # others

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # TextCraft with the tiny model, by the same scripts as BabyAI: clone the expert, then GRPO with
-# ScalingInter. For 2 CPU cores, no GPU; what came out, and in what time, is in the README.
+# ScalingInter. For 2 CPU cores, no GPU. NOT MEASURED with these flags.
 #
 # More flags go to train.py (the clone stays that of seed 0):
 #
