@@ -56,8 +56,7 @@ import lora
 
 transformers_logging.disable_progress_bar()  # a bar per weight file, in the middle of ours
 
-CHUNK = 1024  # tokens projected on the vocabulary at once, at most,
-LOGITS = 2**25  # and logits: four such tensors exist at once, of 128 MiB each
+LOGITS = 2**25  # made of hidden states at once, at most: four such tensors exist, of 128 MiB each
 
 # --- load ---
 
@@ -186,7 +185,7 @@ def check_fits(lm: PreTrainedModel, max_tokens: int) -> None:
 
 def chunk_rows(vocab: int) -> int:
     """How many tokens `token_logprobs` projects at once: fewer where each has very many logits."""
-    return max(1, min(CHUNK, LOGITS // vocab))
+    return max(1, LOGITS // vocab)
 
 
 def token_logprobs(
@@ -201,8 +200,8 @@ def token_logprobs(
 
         logprobs[b, t] = log softmax(head(hidden[b, t-1]) / temperature)[input_ids[b, t]]
 
-    Only trainable tokens are projected on the vocabulary, a chunk at a time, and each chunk is computed again
-    in the backward pass: neither (B, T, V) nor (trainable tokens, V) ever exists.
+    Only trainable tokens are projected on the vocabulary, a chunk at a time, and where there are several each is
+    computed again in the backward pass: nothing larger than a chunk of LOGITS numbers ever exists.
 
     hidden       (B, T, H)  last hidden states
     loss_mask    (B, T)     1 on trainable tokens; position 0 has nothing before it and can't be one
@@ -223,7 +222,7 @@ def token_logprobs(
 
     rows = chunk_rows(getattr(head, "out_features", hidden.shape[-1]))
     chunks = zip(states.split(rows), targets.split(rows), strict=True)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and len(states) > rows:  # one alone is held anyway
         scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
     else:
         scored = [score(*chunk) for chunk in chunks]

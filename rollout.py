@@ -419,14 +419,26 @@ def collate(trajectories: list[Trajectory], pad_id: int = 0) -> Batch:
     )
 
 
-def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1) -> list[list[int]]:
+def micro_batches(
+    lengths: list[int], max_tokens: int, ranks: int = 1, pass_tokens: int | None = None
+) -> list[list[int]]:
     """Split rows into groups whose padded size, rows times longest, stays within `max_tokens`.
 
     Rows of similar length go together, so that little of a group is padding; a row longer than
-    max_tokens gets a group of its own. Which rows share a group changes no result, only time and memory.
+    max_tokens gets a group of its own. Which rows share a group changes no result, only time and memory
+    (and, since sums are then taken in another order, the last bits).
 
     >>> micro_batches([5, 90, 6, 100], max_tokens=200)
     [[3, 1], [2, 0]]
+
+    Fewest groups are not the fastest: padding costs as much as anything else. With pass_tokens, what a pass
+    costs besides its tokens, in tokens, one rank gets the groups whose padded sizes and passes add up to the
+    least. Here 3,700 padded tokens become 1,200, in two passes either way:
+
+    >>> micro_batches([600, 100, 100, 100, 100, 100, 100], max_tokens=3600)
+    [[0, 1, 2, 3, 4, 5], [6]]
+    >>> micro_batches([600, 100, 100, 100, 100, 100, 100], max_tokens=3600, pass_tokens=256)
+    [[0], [1, 2, 3, 4, 5, 6]]
 
     Ranks compute in step, each as many groups as the others (see `deal`), so what counts is the largest of each
     round. Full groups and a small rest leave ranks waiting; several ranks get the smallest groups that need no
@@ -438,6 +450,8 @@ def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1) -> list[l
     [11, 11, 11, 8]
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    if ranks == 1 and pass_tokens is not None:
+        return _cheapest_cut(order, lengths, max_tokens, pass_tokens)
 
     def cut(most: int) -> list[list[int]]:
         groups: list[list[int]] = []
@@ -457,6 +471,31 @@ def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1) -> list[l
             low, high = (low, middle) if len(cut(middle)) <= allowed else (middle + 1, high)
         groups = cut(high)
     return groups
+
+
+def _cheapest_cut(
+    order: list[int], lengths: list[int], max_tokens: int, pass_tokens: int
+) -> list[list[int]]:
+    """Cut rows, given from longest to shortest, where padded tokens and passes cost least.
+
+    By dynamic programming: the best cut of the first `end` rows is the best cut of the first `begin`, for
+    some `begin`, and one more group.
+    """
+    best = [(0, 0)]  # of the first `end` rows: (cost, where their last group begins)
+    for end in range(1, len(order) + 1):
+        ways = []
+        for begin in range(end - 1, -1, -1):
+            padded = (end - begin) * lengths[order[begin]]
+            if padded > max_tokens and begin < end - 1:
+                break  # further back there are more rows, and longer ones
+            ways.append((best[begin][0] + padded + pass_tokens, begin))
+        best.append(min(ways))
+    groups, end = [], len(order)
+    while end:
+        begin = best[end][1]
+        groups.append(order[begin:end])
+        end = begin
+    return groups[::-1]
 
 
 def deal(groups: list[list[int]], rank: int, world_size: int) -> list[list[int]]:

@@ -86,6 +86,7 @@ from rollout import (
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # Between vLLM's arithmetic and the trainer's, in bfloat16, some 0.02 nats a token; a stale tensor makes 0.3.
 PROBE_LIMIT = 0.1
+PASS_TOKENS = 128  # the fixed cost of a forward and backward pass, in tokens
 GROUP_BASELINES = ("grpo", "rloo")  # algorithms whose baseline is the group's mean
 
 
@@ -216,7 +217,8 @@ def score(forward, batch: Batch, rows: list[int], config: Config) -> Tensor:
     """Run `forward` (a Batch -> (b, t)) over some rows without gradients: (B, T), on every rank, 0 elsewhere."""
     scored = torch.zeros(batch.input_ids.shape)
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens, world)
+    lengths = [int(batch.lengths[row]) for row in rows]
+    groups = micro_batches(lengths, config.micro_tokens, world, PASS_TOKENS)
     with torch.no_grad():
         for group in deal(groups, rank, world):
             mine = [rows[i] for i in group]
@@ -344,7 +346,8 @@ def update(
         "tokens": float(mask.sum()),
     }
     parts = []
-    groups = micro_batches([int(batch.lengths[row]) for row in rows], config.micro_tokens, world)
+    lengths = [int(batch.lengths[row]) for row in rows]
+    groups = micro_batches(lengths, config.micro_tokens, world, PASS_TOKENS)
     for group in deal(groups, rank, world):
         part = batch.select([rows[i] for i in group], weights.device())
         loss, stats = losses(actor, critic, part, totals, config)

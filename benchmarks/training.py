@@ -101,7 +101,7 @@ def skewed_batch(config: Config, share: float, vocab: int) -> Batch:
 def unpadded(batch: Batch, max_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(ids, labels) of each micro-batch: its tokens end to end, cut into as many rows of equal length."""
     parts = []
-    for rows in micro_batches(batch.lengths.tolist(), max_tokens):
+    for rows in micro_batches(batch.lengths.tolist(), max_tokens, pass_tokens=train.PASS_TOKENS):
         spans = [(row, slice(int(batch.lengths[row]))) for row in rows]
         ids = torch.cat([batch.input_ids[span] for span in spans])
         mask = torch.cat([batch.loss_mask[span] for span in spans])
@@ -155,7 +155,9 @@ def compare_time(config: Config) -> None:
         tokens = int(batch.lengths.sum())
         padded = sum(
             len(group) * int(batch.lengths[group].max())
-            for group in micro_batches(batch.lengths.tolist(), settings.micro_tokens)
+            for group in micro_batches(
+                batch.lengths.tolist(), settings.micro_tokens, pass_tokens=train.PASS_TOKENS
+            )
         )
         ours, *others = best_in_turns(
             [

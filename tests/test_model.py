@@ -50,7 +50,7 @@ def test_chunked_scores_are_those_of_the_whole_softmax_in_value_and_gradient(
     scored, monkeypatch, temperature, chunk
 ):
     # BEHAVIOURS 24, 32
-    monkeypatch.setattr(weights, "CHUNK", chunk)
+    monkeypatch.setattr(weights, "LOGITS", 11 * chunk)
     hidden, head, ids, mask = scored
 
     def obvious():
@@ -74,7 +74,7 @@ def test_only_trainable_tokens_are_projected_and_never_more_than_a_chunk_at_once
     scored, monkeypatch
 ):
     # BEHAVIOURS 32
-    monkeypatch.setattr(weights, "CHUNK", 3)
+    monkeypatch.setattr(weights, "LOGITS", 3 * 11)
     hidden, head, ids, mask = scored
     with torch.no_grad():
         token_logprobs(hidden, head, ids, mask)
@@ -84,6 +84,12 @@ def test_only_trainable_tokens_are_projected_and_never_more_than_a_chunk_at_once
     assert head.rows == [3, 3, 2]
     logprobs.sum().backward()  # computes each chunk again instead of having kept its logits
     assert sorted(head.rows) == [2, 2, 3, 3, 3, 3]
+
+
+def test_what_fits_into_one_chunk_is_computed_once(scored):
+    hidden, head, ids, mask = scored
+    token_logprobs(hidden, head, ids, mask)[0].sum().backward()
+    assert head.rows == [8]
 
 
 class Largest(TorchDispatchMode):
@@ -100,11 +106,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("length", [64, 512])
-@pytest.mark.parametrize("limit", [("CHUNK", 16), ("LOGITS", 16_999)])
-def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(
-    limit, length, monkeypatch
-):  # BEHAVIOURS 32
-    monkeypatch.setattr(weights, *limit)
+def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(length, monkeypatch):
+    # BEHAVIOURS 32
+    monkeypatch.setattr(weights, "LOGITS", 16_999)
     hidden, head = torch.randn(2, length, 8, requires_grad=True), nn.Linear(8, 1000, bias=False)
     ids, mask = torch.randint(0, 1000, (2, length)), torch.ones(2, length)
     mask[:, 0] = 0
@@ -116,8 +120,8 @@ def test_the_largest_tensor_is_one_chunk_of_the_vocabulary(
     assert naive.numbers == 2 * length * 1000
 
 
-def test_a_chunk_has_1024_tokens_or_128_mib_of_logits():
-    assert [weights.chunk_rows(vocab) for vocab in (512, 32_768, 152_000, 2**30)] == [1024, 1024, 220, 1]  # fmt: skip
+def test_a_chunk_has_128_mib_of_logits():
+    assert [weights.chunk_rows(vocab) for vocab in (32_768, 152_000, 2**30)] == [1024, 220, 1]
 
 
 def test_entropy_by_hand():

@@ -696,6 +696,34 @@ def test_micro_batches_by_hand():
     assert deal([], 0, 2) == []
 
 
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 120), st.integers(0, 60)
+)
+def test_the_cheapest_cut_is_the_best_of_all_cuts(lengths, budget, cost):
+    order = sorted(lengths, reverse=True)
+
+    def price(sizes) -> float:  # of cutting `order` into groups of so many rows
+        total, begin = 0, 0
+        for size in sizes:
+            padded = size * order[begin]
+            if size > 1 and padded > budget:
+                return float("inf")
+            total, begin = total + padded + cost, begin + size
+        return total
+
+    def ways(rest: int):
+        yield from (
+            [[]]
+            if rest == 0
+            else ([n, *more] for n in range(1, rest + 1) for more in ways(rest - n))
+        )
+
+    groups = micro_batches(lengths, budget, pass_tokens=cost)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert [lengths[row] for group in groups for row in group] == order
+    assert price([len(group) for group in groups]) == min(price(way) for way in ways(len(lengths)))
+
+
 def test_several_ranks_get_even_groups_in_no_more_rounds():
     # a full group, and a rest: one rank would wait while the other computes 20 rows
     lengths = [10] * 21
