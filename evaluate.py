@@ -15,6 +15,7 @@ Read train.py first, compare.py next. Run it:
     python evaluate.py --model out/train-001/checkpoints/step_40 --samples 4 --max-turns 4 8 12
     OPENAI_API_KEY=... python evaluate.py --model gpt-4o --api-url https://api.openai.com/v1 --max-new-tokens 256
     python evaluate.py --compare out/eval-001 out/eval-002
+    python report.py out/eval-001                       # and read what it said and did
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ from algorithms import pass_at_k
 from compare import bootstrap, compare
 from engines import check_engine, open_engine
 from env_server import EnvServers, parse_options
+from records import append_lines, as_line
 from rollout import EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
 
 
@@ -337,8 +339,39 @@ def open_model(config: Config, stack: ExitStack):
     return path, chat, engine
 
 
+def play_at(max_turns: int, path: str, chat, engine, pools, config: Config) -> tuple[dict, list]:
+    """Evaluate at one turn limit: a line of eval.jsonl, and the trajectories. Collective.
+
+    raises  RolloutError where more episodes were lost than --max-error-fraction allows
+    """
+    limits = Limits(
+        max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens,
+        config.episode_seconds,
+    )  # fmt: skip
+    started = time.perf_counter()
+    trajectories = play_split(
+        engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
+        config.temperature, config.limit,
+    )  # fmt: skip
+    usage = {"usage": engine.take_usage()} if config.api_url else {}
+    try:
+        check_errors(trajectories, config.max_error_fraction)
+    except RolloutError:  # it is no result, but it was paid for
+        if usage and dist.get_rank() == 0:
+            print(api_model.in_words(usage["usage"]))
+        raise
+    record = {
+        "model": path,
+        "split": config.split,
+        "max_turns": max_turns,
+        "temperature": config.temperature,
+    }
+    record |= summarise(trajectories, config.seed) | usage
+    return record | {"seconds": time.perf_counter() - started}, trajectories
+
+
 def main(config: Config) -> None:
-    """Evaluate on every requested turn limit, print tables, write out/<name>/eval.jsonl."""
+    """Evaluate on every requested turn limit, print tables; out/<name>/ gets eval.jsonl and trajectories.jsonl."""
     if config.compare:
         print(compare(*config.compare, config.seed))
         return
@@ -348,46 +381,19 @@ def main(config: Config) -> None:
         path, chat, engine = open_model(config, stack)
         pools = open_pools(config, stack)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
-        for max_turns in config.max_turns or (
-            max(envs.make(name).max_turns for name in config.env),
-        ):
-            limits = Limits(
-                max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens,
-                config.episode_seconds,
-            )  # fmt: skip
-            started = time.perf_counter()
-            trajectories = play_split(
-                engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
-                config.temperature, config.limit,
-            )  # fmt: skip
-            usage = {"usage": engine.take_usage()} if config.api_url else {}
-            try:
-                check_errors(trajectories, config.max_error_fraction)
-            except RolloutError:  # it is no result, but it was paid for
-                if usage and dist.get_rank() == 0:
-                    print(api_model.in_words(usage["usage"]))
-                raise
-            record = summarise(trajectories, config.seed) | usage
+        own = max(envs.make(name).max_turns for name in config.env)
+        for max_turns in config.max_turns or (own,):
+            record, trajectories = play_at(max_turns, path, chat, engine, pools, config)
+            lines = [as_line(t, None, config.split, config.temperature) for t in trajectories]
+            weights.on_rank_0(lambda: append_lines(run / "trajectories.jsonl", lines))
+            weights.on_rank_0(lambda: append_lines(run / "eval.jsonl", [record]))
             if dist.get_rank() == 0:
-                print(
-                    table(
-                        record,
-                        f"{config.split}, {max_turns} turns, temperature {config.temperature:g}",
-                    )
-                )
-                seconds = time.perf_counter() - started
-                line = {
-                    "model": path,
-                    "split": config.split,
-                    "max_turns": max_turns,
-                    "temperature": config.temperature,
-                }
-                with open(run / "eval.jsonl", "a") as file:
-                    file.write(json.dumps(line | record | {"seconds": seconds}) + "\n")
+                title = f"{config.split}, {max_turns} turns, temperature {config.temperature:g}"
+                print(table(record, title))
         if dist.get_rank() == 0:
             (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
             print(transcript(trajectories[0], chat, sys.stdout.isatty()))
 
 
 if __name__ == "__main__":
-    weights.run_command(main, Config, RolloutError)
+    weights.run_command(main, Config, RolloutError, OSError)

@@ -79,9 +79,12 @@ def _counts(names) -> dict[str, int]:
 
 
 def as_line(
-    t: Trajectory, step: int, split: str, temperature: float, row: int | None = None, batch: Batch | None = None
+    t: Trajectory, step: int | None, split: str, temperature: float, row: int | None = None, batch: Batch | None = None
 ) -> dict:  # fmt: skip
-    """One line of trajectories.jsonl; `row` of `batch` says where its tokens' numbers are, None leaves them out."""
+    """One line of trajectories.jsonl; `row` of `batch` says where its tokens' numbers are, None leaves them out.
+
+    step   of training; None for an evaluation that belongs to none
+    """
     line = {
         "step": step, "split": split, "env": t.env, "task": t.task, "category": t.category, "group": t.group,
         "sample": t.sample, "temperature": temperature, "weights_version": t.weights_version, "max_turns": t.max_turns, "end": t.end,

@@ -6,6 +6,7 @@ Playing: many episodes at once, one language model, until every trajectory has e
     Limits       how long a turn and an episode may get, in tokens, turns and seconds
     EnvPool      remote episodes: reused, spread over replicas, replaced when one dies
     rollout      the multi-turn loop over both
+    reset_ahead  the next rollout's environments, while the trainer works
     collate      trajectories -> padded tensors
 
 An episode whose environment failed is played again, then marked `error` and kept out of every average:
@@ -20,7 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,9 @@ class Limits:
     max_invalid: int = 0  # the Nth invalid action or broken form ends the episode; 0 for never
 
 
+# A server closes what no one uses for its --ttl (600 s): what was begun longer ago than this is begun again.
+AHEAD_SECONDS = 240.0
+
 # --- the environments, from this side ---
 
 
@@ -61,7 +65,10 @@ class EnvPool:
         self.clients = [EnvClient(url, token=token, timeout=timeout) for url in urls]
         self.grace = grace
         self._idle: list[list[RemoteEpisode]] = [[] for _ in urls]
+        self._ahead: dict[tuple[str, int], tuple[float, Future]] = {}  # (task, seed) -> when, what
+        self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
         self.instructions = ""  # known after `check`
 
     def check(self, env: str) -> None:
@@ -82,6 +89,22 @@ class EnvPool:
 
         raises  EnvError where no replica gives one within `grace` seconds, or the task itself is refused
         """
+        begun, ahead = self._ahead.pop((task, seed), (0.0, None))
+        if ahead is not None:
+            started = ahead.result()
+            if time.monotonic() - begun < AHEAD_SECONDS:
+                return started
+            self.give_back(started[0])
+        return self._start(preferred, task, seed)
+
+    def start_ahead(self, preferred: int, task: str, seed: int) -> None:
+        """Begin what `start` will be asked for with the same task and seed, and return at once."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(16)
+        started = self._threads.submit(self._start, preferred, task, seed)
+        self._ahead[task, seed] = (time.monotonic(), started)
+
+    def _start(self, preferred: int, task: str, seed: int) -> tuple[RemoteEpisode, str, dict]:
         deadline = time.monotonic() + self.grace
         pause = 0.1
         for attempt in itertools.count():
@@ -97,7 +120,7 @@ class EnvPool:
                 # Gone (404: the server was restarted, or reaped what lay idle), full, or not answering: all pass.
                 # A task that a healthy server refuses or crashes on stays refused.
                 passing = error.status in (None, 404, 409, 503) and error.code != "unknown_task"
-                if not passing or time.monotonic() > deadline:
+                if not passing or time.monotonic() > deadline or self._is_closed:
                     raise
                 if (
                     error.status == 404
@@ -115,6 +138,13 @@ class EnvPool:
 
     def close(self) -> None:
         """Close what is idle; servers close the rest when its time-to-live is over."""
+        self._is_closed = True
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        for _, ahead in self._ahead.values():
+            if not ahead.cancelled() and ahead.exception() is None:
+                self.give_back(ahead.result()[0])
+        self._ahead.clear()
         for episode in [episode for idle in self._idle for episode in idle]:
             episode.close()
         self._idle = [[] for _ in self.clients]
@@ -222,7 +252,7 @@ class _Loop:
         episode.begin()
         episode.trajectory.weights_version = self.engine.version
         trajectory, pool = episode.trajectory, self.pools[episode.trajectory.env]
-        seed = seed_for(self.seed, "environment", self.key, trajectory.group, trajectory.sample)
+        seed = environment_seed(self.seed, self.key, trajectory)
         self._send(episode, pool.start, episode.index + episode.attempt, trajectory.task, seed)
 
     def _receive(self, episode: _Episode, reply: object) -> None:
@@ -335,6 +365,29 @@ class _Loop:
         if episode.remote is not None:
             self.pools[episode.trajectory.env].give_back(episode.remote)
             episode.remote = None
+
+
+def environment_seed(seed: int, key: tuple, trajectory: Trajectory) -> int:
+    """What a trajectory's environment is reset with: the same for all its attempts."""
+    return seed_for(seed, "environment", key, trajectory.group, trajectory.sample)
+
+
+def reset_ahead(
+    pools: dict[str, EnvPool],
+    trajectories: list[Trajectory],
+    key: tuple,
+    seed: int = 0,
+    concurrency: int = 256,
+) -> None:
+    """Begin, in threads, the resets that `rollout_on_all_ranks` will ask for with the same arguments.
+
+    Called between a rollout and the update, it hides the resets behind the update: a browser's takes a second.
+    What is observed does not depend on the weights, so nothing about it can be stale.
+    """
+    for index, trajectory in enumerate(share_of(trajectories)[:concurrency]):
+        pools[trajectory.env].start_ahead(
+            index, trajectory.task, environment_seed(seed, key, trajectory)
+        )
 
 
 def is_answer(observation: object, reward: object, info: object) -> bool:
@@ -519,14 +572,17 @@ def rollout_on_all_ranks(
     Trajectories are some kilobytes each. Once all ranks have all of them, advantages need no further
     communication, and micro-batches can be dealt so that every rank computes equally much.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = rollout(
-        engine, chat, pools, [t for t in trajectories if t.group % world == rank], *args, **kwargs
-    )
+    world = dist.get_world_size()
+    mine = rollout(engine, chat, pools, share_of(trajectories), *args, **kwargs)
     parts = [mine] * world
     if world > 1:
         dist.all_gather_object(parts, mine)
     return sorted((t for part in parts for t in part), key=lambda t: (t.group, t.sample))
+
+
+def share_of(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Those that this rank plays: whole groups, in turn."""
+    return [t for t in trajectories if t.group % dist.get_world_size() == dist.get_rank()]
 
 
 def check_errors(trajectories: list[Trajectory], most: float) -> None:

@@ -80,6 +80,7 @@ from rollout import (
     collate,
     deal,
     micro_batches,
+    reset_ahead,
     rollout_on_all_ranks,
 )
 
@@ -549,6 +550,26 @@ class Run:
             weights.freeze(reference, dtype)
             self.reference = shard(weights.Actor(reference), offload=config.offload_reference)
 
+    def blanks(self, step: int) -> list[Trajectory]:
+        """The trajectories to play in a step: groups of one task each."""
+        config = self.config
+        chosen = sample_tasks(self.tasks, step, config.tasks_per_step, config.seed)
+        return [
+            Trajectory(env, task, group, sample)
+            for group, (env, task) in enumerate(chosen)
+            for sample in range(config.group_size)
+        ]
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation on dev follows a step."""
+        return self.config.eval_every > 0 and step % self.config.eval_every == 0
+
+    def prepare(self, step: int) -> None:
+        """Begin resetting the environments of a step that is about to be played, while the trainer works."""
+        if not self.evaluates_after(step - 1):  # an evaluation needs all the servers' room
+            key, config = ("train", step), self.config
+            reset_ahead(self.pools, self.blanks(step), key, config.seed, config.concurrency)
+
     def is_out_of_budget(self) -> bool:
         """Whether as many tokens have been sampled as --budget-tokens allows."""
         return 0 < self.config.budget_tokens <= self.state["sampled_tokens"]
@@ -705,17 +726,11 @@ def main(config: Config) -> None:
                 max_turns = adaptive_horizon(run.state["history"], config.stages, config.patience)
             else:
                 max_turns = horizon(step, config.stages, config.interval)
-            chosen = sample_tasks(run.tasks, step, config.tasks_per_step, config.seed)
 
             # 2. Play.
-            blanks = [
-                Trajectory(env, task, g, n)
-                for g, (env, task) in enumerate(chosen)
-                for n in range(config.group_size)
-            ]
             try:
                 trajectories = rollout_on_all_ranks(
-                    run.engine, run.chat, run.pools, blanks, config.limits(max_turns), ("train", step),
+                    run.engine, run.chat, run.pools, run.blanks(step), config.limits(max_turns), ("train", step),
                     config.temperature, config.seed, config.concurrency,
                 )  # fmt: skip
                 check_errors(trajectories, config.max_error_fraction)
@@ -723,6 +738,8 @@ def main(config: Config) -> None:
                 run.save()  # nothing learnt so far is lost with the servers
                 raise
             run.engine.sleep()
+            if step < last:
+                run.prepare(step + 1)
             clock.append(time.perf_counter())
 
             # 3. Compare. An episode whose environment failed is in no baseline and no average.
@@ -766,7 +783,7 @@ def main(config: Config) -> None:
             run.say(one_line(metrics))
             bar.set_postfix(success=f"{metrics['success_rate']:.2f}", horizon=max_turns)
             bar.update()
-            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            if run.evaluates_after(step) and step < config.steps:
                 run.evaluate_on_dev()
             if step % config.save_every == 0 or step == config.steps or run.is_out_of_budget():
                 run.save()

@@ -26,6 +26,7 @@ from rollout import (
     collate,
     deal,
     micro_batches,
+    reset_ahead,
     rollout,
     rollout_on_all_ranks,
 )
@@ -560,6 +561,78 @@ def test_a_rollout_on_one_rank_of_one_is_a_rollout(chat, serve, one_rank):
     done = rollout_on_all_ranks(*args)
     assert [(t.group, t.sample) for t in done] == [(g, n) for g in (0, 1, 2) for n in (0, 1)]
     assert all(t.task == f"house {t.group}" and t.success for t in done)
+
+
+class CountedDoors(Doors):
+    """Doors that note every reset, and may be broken for a while."""
+
+    resets: list[tuple[str, int]] = []
+    is_broken = False
+
+    def reset(self, *, seed=None, options=None):
+        self.resets.append((options["task"], seed))
+        if self.is_broken:
+            raise RuntimeError("the house is on fire")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.fixture
+def ahead(chat, serve, one_rank, monkeypatch):
+    """(pools, blanks, play) over counted doors, where nothing has been reset yet."""
+    monkeypatch.setattr(CountedDoors, "resets", [])
+    pools = pool_of(serve(CountedDoors), grace=0.5)
+    blanks = [Trajectory("doors", f"house {g}", g, n) for g in range(3) for n in range(2)]
+    play = lambda: rollout_on_all_ranks(
+        Script(chat, [GO] * 9), chat, pools, blanks, Limits(), ("x", 1)
+    )
+    yield pools, blanks, play
+    pools["doors"].close()
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_environments_are_reset_ahead_of_the_rollout_and_once(ahead):
+    pools, blanks, play = ahead
+    plain = play()
+    as_ever = sorted(CountedDoors.resets)
+    CountedDoors.resets.clear()
+    reset_ahead(pools, blanks, ("x", 1), 0, concurrency=4)
+    wait_for(
+        lambda: len(CountedDoors.resets) == 4
+    )  # before anybody plays, and no more than allowed
+    done = play()
+    assert sorted(CountedDoors.resets) == as_ever  # the same tasks with the same seeds
+    assert [t.ids for t in done] == [t.ids for t in plain] and all(t.success for t in done)
+
+
+def test_what_was_reset_too_long_ago_is_reset_again(ahead, monkeypatch):
+    pools, blanks, play = ahead
+    monkeypatch.setattr("rollout.AHEAD_SECONDS", 0.0)
+    reset_ahead(pools, blanks, ("x", 1))
+    assert all(t.success for t in play())
+    assert len(CountedDoors.resets) == 12
+    assert pools["doors"].clients[0].health()["episodes"] <= 12  # the stale ones are used again
+
+
+def test_a_reset_ahead_that_failed_costs_an_attempt_and_no_episode(ahead, monkeypatch):
+    pools, blanks, play = ahead
+    monkeypatch.setattr(CountedDoors, "is_broken", True)
+    reset_ahead(pools, blanks, ("x", 1))
+    wait_for(lambda: len(CountedDoors.resets) == 6)
+    monkeypatch.setattr(CountedDoors, "is_broken", False)
+    assert all(t.success for t in play())
+
+
+def test_what_was_reset_ahead_and_never_played_is_closed(ahead):
+    pools, blanks, _ = ahead
+    reset_ahead(pools, blanks, ("x", 1))
+    pools["doors"].close()
+    assert pools["doors"].clients[0].health()["episodes"] == 0
 
 
 def test_wrong_servers_are_named(chat):

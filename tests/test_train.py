@@ -355,6 +355,23 @@ def test_the_best_policy_on_dev_is_kept(tmp_path, monkeypatch):  # BEHAVIOURS 40
     assert saved == [1, 2, 6] and run.state["best"] == 0.6
 
 
+# --- what is begun early ---
+
+
+def test_the_next_steps_environments_are_reset_early_unless_an_evaluation_comes_first(monkeypatch):
+    run = train.Run.__new__(train.Run)
+    run.config, run.pools = train.Config(eval_every=2, tasks_per_step=2, group_size=3), {}
+    run.tasks = [("babyai", f"task {i}") for i in range(9)]
+    begun = {}
+    monkeypatch.setattr(
+        train, "reset_ahead", lambda _, blanks, key, *rest: begun.update({key: blanks})
+    )
+    for step in range(2, 6):
+        run.prepare(step)
+    assert list(begun) == [("train", 2), ("train", 4)]  # steps 2 and 4 end with an evaluation
+    assert begun["train", 2] == run.blanks(2) and len(run.blanks(2)) == 6
+
+
 # --- one rank or two ---
 
 
