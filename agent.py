@@ -214,7 +214,8 @@ class Turn:
     stop: int
     reward: float = 0.0
     format_error: bool = False
-    invalid: bool = False
+    is_sent: bool = False  # to the environment: neither cut off in the middle nor of broken form
+    invalid: bool = False  # the environment refused it
 
 
 @dataclass

@@ -760,6 +760,15 @@ def parse_options(options: Sequence[str], env_names: Sequence[str]) -> dict[str,
     return parsed
 
 
+def check_options(options: Sequence[str], env_names: Sequence[str]) -> None:
+    """raises ValueError where --env or --options name what does not exist, or can't be."""
+    for name in env_names:
+        if name not in envs.NAMES:
+            raise ValueError(f"--env must be among {', '.join(envs.NAMES)}, got {name!r}")
+    for name, given in parse_options(options, env_names).items():
+        envs.make(name, **given).close()
+
+
 @dataclass(frozen=True)
 class Config:
     """Serve an environment over HTTP, or play it yourself with --play."""

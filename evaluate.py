@@ -18,7 +18,6 @@ Read train.py first, compare.py next. Run it:
     python report.py out/eval-001                       # and read what it said and did
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,15 +34,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the default: 20 times slower 
 import torch.distributed as dist
 
 import api_model
-import envs
 import model as weights
 import sft
 from agent import Chat, Trajectory
 from algorithms import pass_at_k
 from compare import bootstrap, compare
 from engines import check_engine, open_engine
-from env_server import EnvServers, parse_options
-from records import append_lines, as_line
+from env_server import EnvServers, check_options, parse_options
+from records import append_lines, as_line, public
 from rollout import EnvPool, Limits, RolloutError, check_errors, rollout_on_all_ranks
 
 
@@ -66,25 +65,35 @@ class Play:
     max_new_tokens: int = 64  # a turn
     max_tokens: int = 1536  # an episode: prompt, observations, completions
     max_observation_tokens: int = 256  # an observation; a longer one loses its middle
+    episode_seconds: float = 600.0  # for an episode, retries included
     concurrency: int = 256  # episodes at once on each rank
     env_timeout: float = 60.0  # seconds for one call to an environment
     env_grace: float = 60.0  # seconds in which a server that does not answer may come back
     max_error_fraction: float = 0.1  # of episodes that may be lost to failures of servers
 
     def __post_init__(self):
-        for name in self.env:
-            if name not in envs.NAMES:
-                raise ValueError(f"--env must be among {', '.join(envs.NAMES)}, got {name!r}")
-        for name, options in parse_options(self.options, self.env).items():
-            envs.make(name, **options).close()  # an unknown or impossible option
+        check_options(self.options, self.env)
         server_urls(self)
         check_engine(self.engine)
-        for field in ("max_new_tokens", "max_tokens", "max_observation_tokens", "concurrency"):
-            if getattr(self, field) < 1:
-                flag = f"--{field.replace('_', '-')}"
-                raise ValueError(f"{flag} must be 1 or more, got {getattr(self, field)}")
+        check_least(
+            self, 1, "max_new_tokens max_tokens max_observation_tokens concurrency replicas"
+        )
         if self.temperature < 0:
             raise ValueError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+
+    def limits(self, max_turns: int, max_invalid: int = 0) -> Limits:
+        """An episode's bounds at some turn limit."""
+        return Limits(
+            max_turns, self.max_new_tokens, self.max_tokens, self.max_observation_tokens,
+            self.episode_seconds, max_invalid=max_invalid,
+        )  # fmt: skip
+
+
+def check_least(config, least: int, fields: str) -> None:
+    """raises ValueError where a flag has a smaller value."""
+    for field in fields.split():
+        if (value := getattr(config, field)) < least:
+            raise ValueError(f"--{field.replace('_', '-')} must be {least} or more, got {value}")
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,6 @@ class Config(Play):
         int, ...
     ] = ()  # turn limits, a table each; the environment's own if none given
     limit: int = 0  # only the first so many tasks; 0 for all
-    episode_seconds: float = 600.0  # for an episode, retries included
     # --- a model behind an address, where --api-url is given; its key is read from OPENAI_API_KEY ---
     api_url: str = ""  # an OpenAI-compatible server: http://host:8000/v1; --model is its name there
     api_timeout: float = 120.0  # seconds for one reply
@@ -121,11 +129,8 @@ class Config(Play):
             raise ValueError("--prompt-price and --completion-price must be 0 or more")
         if self.api_timeout <= 0:
             raise ValueError(f"--api-timeout must be above 0 seconds, got {self.api_timeout:g}")
-        if self.samples < 1 or self.limit < 0:
-            raise ValueError(
-                "--samples must be 1 or more and --limit 0 or more, "
-                f"got {self.samples} and {self.limit}"
-            )
+        check_least(self, 1, "samples")
+        check_least(self, 0, "limit")
         if any(turns < 1 for turns in self.max_turns):
             raise ValueError(f"--max-turns must be 1 or more, got {self.max_turns}")
 
@@ -158,29 +163,49 @@ def open_pools(config, stack: ExitStack) -> dict[str, EnvPool]:
     raises  ValueError where a server does not answer, or serves something else
     """
     urls = server_urls(config)
-    options = parse_options(config.options, config.env)
     if not config.env_urls:
-        launched = {}
-        if weights.local_rank() == 0:
-            for name in config.env:
-                ranks = max(1, weights.local_world_size())
-                capacity = config.concurrency * ranks + 16
-                try:
-                    servers = EnvServers(name, options[name], config.replicas, capacity)
-                except RuntimeError as error:  # it ended before it answered, and says why
-                    raise ValueError(f"could not start a server for {name}: {error}") from error
-                launched[name] = stack.enter_context(servers).urls
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, launched)
-        urls = everywhere[dist.get_rank() - weights.local_rank()]
+        starts = weights.local_rank() == 0
+        launched = weights.on_all_ranks(lambda: launch(config, stack) if starts else {})
+        urls = launched[dist.get_rank() - weights.local_rank()]
     pools = {}
     for name, addresses in urls.items():
         pools[name] = EnvPool(
             addresses, token=config.env_token, timeout=config.env_timeout, grace=config.env_grace
         )
         stack.callback(pools[name].close)
-        pools[name].check(name)
+        weights.on_all_ranks(partial(pools[name].check, name))
     return pools
+
+
+def launch(config, stack: ExitStack) -> dict[str, list[str]]:
+    """Start this node's servers, which end with `stack`; returns their addresses by environment.
+
+    raises  ValueError with a server's last words where it ends before it answers
+    """
+    options, urls = parse_options(config.options, config.env), {}
+    capacity = config.concurrency * max(1, weights.local_world_size()) + 16
+    for name in config.env:
+        try:
+            servers = EnvServers(name, options[name], config.replicas, capacity)
+        except RuntimeError as error:
+            raise ValueError(f"could not start a server for {name}: {error}") from error
+        urls[name] = stack.enter_context(servers).urls
+    return urls
+
+
+def check_splits(pools: dict[str, EnvPool], *splits: str) -> None:
+    """raises ValueError where an environment has no task in a split that will be played."""
+    for name, pool in pools.items():
+        for split in splits:
+            if not pool.tasks[split]:
+                raise ValueError(
+                    f"{name} has no task in its {split} split: give it some (--options), or don't play that split"
+                )
+
+
+def longest(pools: dict[str, EnvPool]) -> int:
+    """The environments' own turn limit; of a mixture the largest."""
+    return max(pool.max_turns for pool in pools.values())
 
 
 # --- numbers ---
@@ -260,7 +285,7 @@ def table(record: dict, title: str) -> str:
 
 def transcript(trajectory: Trajectory, chat: Chat, color: bool) -> str:
     """A whole trajectory as the model reads it, the agent's own tokens coloured by loss_mask (or «marked»)."""
-    out, inside = [], False
+    out = []
     opening, closing = ("\033[32m", "\033[0m") if color else ("«", "»")
     pieces: list[tuple[int, list[int]]] = []
     for token, mask in zip(trajectory.ids, trajectory.loss_mask, strict=True):
@@ -293,10 +318,10 @@ def play_split(
 ):
     """`samples` episodes of each task of a split. Collective; returns all trajectories on every rank."""
     tasks = [
-        (name, task)
-        for name, pool in pools.items()
-        for task in first(pool.clients[0].tasks(split), limit)
+        (name, task) for name, pool in pools.items() for task in first(pool.tasks[split], limit)
     ]
+    for pool in pools.values():
+        pool.drop_ahead()
     blanks = [
         Trajectory(env, task, group, n)
         for group, (env, task) in enumerate(tasks)
@@ -344,14 +369,10 @@ def play_at(max_turns: int, path: str, chat, engine, pools, config: Config) -> t
 
     raises  RolloutError where more episodes were lost than --max-error-fraction allows
     """
-    limits = Limits(
-        max_turns, config.max_new_tokens, config.max_tokens, config.max_observation_tokens,
-        config.episode_seconds,
-    )  # fmt: skip
     started = time.perf_counter()
     trajectories = play_split(
-        engine, chat, pools, config.split, config, limits, ("evaluate", max_turns), config.samples,
-        config.temperature, config.limit,
+        engine, chat, pools, config.split, config, config.limits(max_turns), ("evaluate", max_turns),
+        config.samples, config.temperature, config.limit,
     )  # fmt: skip
     usage = {"usage": engine.take_usage()} if config.api_url else {}
     try:
@@ -380,9 +401,9 @@ def main(config: Config) -> None:
         weights.check_free(config.name)  # before any work
         path, chat, engine = open_model(config, stack)
         pools = open_pools(config, stack)
+        check_splits(pools, config.split)
         run = weights.on_rank_0(lambda: weights.new_run(config.name, "eval"))
-        own = max(envs.make(name).max_turns for name in config.env)
-        for max_turns in config.max_turns or (own,):
+        for max_turns in config.max_turns or (longest(pools),):
             record, trajectories = play_at(max_turns, path, chat, engine, pools, config)
             lines = [as_line(t, None, config.split, config.temperature) for t in trajectories]
             weights.on_rank_0(lambda: append_lines(run / "trajectories.jsonl", lines))
@@ -391,7 +412,7 @@ def main(config: Config) -> None:
                 title = f"{config.split}, {max_turns} turns, temperature {config.temperature:g}"
                 print(table(record, title))
         if dist.get_rank() == 0:
-            (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+            (run / "config.json").write_text(json.dumps(public(config), indent=1))
             print(transcript(trajectories[0], chat, sys.stdout.isatty()))
 
 

@@ -177,13 +177,14 @@ def token_numbers(tokens: dict | None) -> dict | None:
         return None
     names = ("ids", "loss_mask", "rollout_logprobs", "old_logprobs", "advantages")
     ids, mask, sampler, trainer, advantages = (tokens[name] for name in names)
+    trainer = trainer or [None] * len(ids)  # that trajectory was not scored by the trainer
     rows = list(zip(ids, mask, sampler, trainer, advantages, strict=True))
     return {
         "ids": [int(row[0]) for row in rows],
         "mask": [int(row[1]) for row in rows],
         "sampler": [number(row[2]) for row in rows],
         "trainer": [number(row[3]) for row in rows],
-        "difference": [number(row[2] - row[3]) for row in rows],
+        "difference": [None if row[3] is None else number(row[2] - row[3]) for row in rows],
         "advantage": [number(row[4]) for row in rows],
     }
 
@@ -206,7 +207,7 @@ def gather(folders: list[Path], newest: int | None = None) -> tuple[dict, list[t
     """Everything of some runs: the page's data without trajectories, and a list of those.
 
     newest    look at no more than so many bytes of trajectories.jsonl, at its end
-    returns   data, [((run, split, step), JSON of the trajectory, JSON of its tokens or "", the tokens' ids)]
+    returns   data, [((run, split, step, turn limit), JSON of the trajectory, JSON of its tokens or "", the tokens' ids)]
     raises    ValueError where a folder holds nothing to show
     """
     notes: list[str] = []
@@ -225,7 +226,7 @@ def gather(folders: list[Path], newest: int | None = None) -> tuple[dict, list[t
         before, outcomes = len(items), {}
         shape = lambda line: (trajectory(line, run), token_numbers(line.get("tokens")))  # noqa: E731
         for t, tokens in shaped(folder / "trajectories.jsonl", shape, notes, newest):
-            key = (run, t["split"], t["step"])
+            key = (run, t["split"], t["step"], t["max_turns"])
             detail = encode(tokens) if tokens else ""
             items.append((key, encode(t), detail, tokens["ids"] if tokens else []))
             if t["split"] == "train" and t["end"] != "error":

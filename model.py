@@ -329,12 +329,12 @@ def mesh() -> DeviceMesh:
 
 
 def run_command(main: Callable, config_class: type, *expected: type[Exception]) -> None:
-    """Parse the command line and run `main`. A user's mistake is one line (from rank 0) and exit code 2;
-    a failure that `expected` foresees is one line and exit code 1; any other is a bug, with its traceback."""
+    """Parse the command line and run `main`. A user's mistake is one line (from each node's first rank) and exit code
+    2; a failure that `expected` foresees is one line and exit code 1; any other is a bug, with its traceback."""
     try:
         main(tyro.cli(config_class))
     except (ValueError, *expected) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if local_rank() == 0:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
 
@@ -499,6 +499,20 @@ def on_rank_0(make: Callable[[], object]) -> object:
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+def on_all_ranks(make: Callable[[], object]) -> list:
+    """What `make()` returns on each rank, on every rank; the first thing it raises anywhere, everywhere. Collective."""
+    try:
+        mine = make(), None
+    except Exception as error:
+        mine = None, error
+    everybodys: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, mine)
+    for _, error in everybodys:
+        if error is not None:
+            raise error
+    return [made for made, _ in everybodys]
 
 
 # --- save and resume ---

@@ -57,9 +57,8 @@ def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
         "dead_group_fraction": float(dead_groups(batch.returns, batch.group_ids).float().mean()),
         "empty_trajectories": sum(not any(t.loss_mask) for t in valid),
         "repeated_token_fraction": repeated / max(1, sampled),
-        "env_steps": sum(len(t.turns) - sum(turn.format_error for turn in t.turns) for t in valid),
+        "env_steps": sum(turn.is_sent for t in valid for turn in t.turns),
         "sampled_tokens": sampled,
-        "padding_fraction": 1 - float(batch.lengths.sum()) / batch.input_ids.numel(),
     }
 
 
@@ -79,11 +78,13 @@ def _counts(names) -> dict[str, int]:
 
 
 def as_line(
-    t: Trajectory, step: int | None, split: str, temperature: float, row: int | None = None, batch: Batch | None = None
+    t: Trajectory, step: int | None, split: str, temperature: float, row: int | None = None, batch: Batch | None = None,
+    is_scored: bool = False,
 ) -> dict:  # fmt: skip
     """One line of trajectories.jsonl; `row` of `batch` says where its tokens' numbers are, None leaves them out.
 
-    step   of training; None for an evaluation that belongs to none
+    step        of training; None for an evaluation that belongs to none
+    is_scored   whether the trainer scored this row before the step's updates (else its old_logprobs are null)
     """
     line = {
         "step": step, "split": split, "env": t.env, "task": t.task, "category": t.category, "group": t.group,
@@ -97,16 +98,20 @@ def as_line(
         "last_observation": t.observation,
     }  # fmt: skip
     if row is not None:
-        old = batch.old_logprobs if batch.old_logprobs is not None else batch.rollout_logprobs
         n = len(t.ids)
         line["tokens"] = {
             "ids": t.ids,
             "loss_mask": t.loss_mask,
             "rollout_logprobs": t.logprobs,
-            "old_logprobs": old[row, :n].tolist(),
+            "old_logprobs": batch.old_logprobs[row, :n].tolist() if is_scored else None,
             "advantages": batch.advantages[row, :n].tolist(),
         }
     return line
+
+
+def public(config) -> dict:
+    """A run's flags, but for the token that its servers want to hear: folders and pages get passed on."""
+    return {key: value for key, value in asdict(config).items() if key != "env_token"}
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:
@@ -260,10 +265,9 @@ class Trackers:
         known = folder / "wandb-id.txt"
         if not known.exists():
             known.write_text(secrets.token_hex(4))
-        settings = {key: value for key, value in asdict(config).items() if key != "env_token"}
         run = wandb.init(
             project=config.wandb, name=folder.name, id=known.read_text(), resume="allow",
-            dir=folder, config=settings, settings=wandb.Settings(console="off"),
+            dir=folder, config=public(config), settings=wandb.Settings(console="off"),
         )  # fmt: skip
 
         def send(values: dict[str, float], step: int) -> None:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from agent import Chat, Trajectory
 from curriculum import seed_for
-from env_server import EnvClient, EnvError, RemoteEpisode
+from env_server import SPLITS, EnvClient, EnvError, RemoteEpisode
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,11 @@ class Limits:
     max_invalid: int = 0  # the Nth invalid action or broken form ends the episode; 0 for never
 
 
-# A server closes what no one uses for its --ttl (600 s): what was begun longer ago than this is begun again.
-AHEAD_SECONDS = 240.0
-
 # --- the environments, from this side ---
 
 
 class EnvPool:
-    """Remote episodes of one environment, kept for the next trajectory once theirs is over.
+    """Remote episodes of one environment, kept for the next trajectory once theirs is over, or reset ahead for it.
 
     urls      one a replica; trajectory i prefers replica i mod N, and takes another when that one fails
     grace     seconds to wait for a server that does not answer (it may be restarting) before giving up
@@ -65,44 +63,64 @@ class EnvPool:
         self.clients = [EnvClient(url, token=token, timeout=timeout) for url in urls]
         self.grace = grace
         self._idle: list[list[RemoteEpisode]] = [[] for _ in urls]
-        self._ahead: dict[tuple[str, int], tuple[float, Future]] = {}  # (task, seed) -> when, what
+        self._ahead: dict[tuple[str, int], Future] = {}  # (task, seed) -> what `_start` returns
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._is_closed = False
-        self.instructions = ""  # known after `check`
+        # Known after `check`:
+        self.instructions, self.max_turns, self.tasks = "", 0, {}
 
     def check(self, env: str) -> None:
         """raises ValueError, in one sentence, where a server does not answer or serves another environment."""
         for client in self.clients:
             try:
-                served = client.health()["env"]
+                health = client.health()
+                if (
+                    client is self.clients[0]
+                ):  # what all replicas share, asked once: later one may be down
+                    self.instructions, self.max_turns = client.instructions(), health["max_turns"]
+                    self.tasks = {split: client.tasks(split) for split in SPLITS}
             except EnvError as error:
                 raise ValueError(
                     f"no environment server at {client.url}: {error}. Start one: python env_server.py --env {env}"
                 ) from None
-            if served != env:
-                raise ValueError(f"the server at {client.url} serves {served}, but --env is {env}")
-        self.instructions = self.clients[0].instructions()
+            if health["env"] != env:
+                raise ValueError(
+                    f"the server at {client.url} serves {health['env']}, but --env is {env}"
+                )
 
     def start(self, preferred: int, task: str, seed: int) -> tuple[RemoteEpisode, str, dict]:
         """An episode of `task`, freshly reset: (episode, observation, info).
 
         raises  EnvError where no replica gives one within `grace` seconds, or the task itself is refused
         """
-        begun, ahead = self._ahead.pop((task, seed), (0.0, None))
-        if ahead is not None:
-            started = ahead.result()
-            if time.monotonic() - begun < AHEAD_SECONDS:
-                return started
-            self.give_back(started[0])
+        ahead = self._ahead.pop((task, seed), None)
+        if ahead is not None and not ahead.cancel():  # one that still waits in line is begun here
+            with suppress(
+                EnvError
+            ):  # it failed, or its server has restarted or closed it: begin again
+                episode, observation, info = ahead.result()
+                episode.client.observation(episode.id)
+                return episode, observation, info
         return self._start(preferred, task, seed)
 
     def start_ahead(self, preferred: int, task: str, seed: int) -> None:
         """Begin what `start` will be asked for with the same task and seed, and return at once."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(16)
-        started = self._threads.submit(self._start, preferred, task, seed)
-        self._ahead[task, seed] = (time.monotonic(), started)
+        self._ahead[task, seed] = self._threads.submit(self._start, preferred, task, seed)
+
+    def drop_ahead(self) -> None:
+        """Make what was begun ahead, and will not be played next, room for others."""
+
+        def keep(done: Future) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self.give_back(done.result()[0])
+
+        for ahead in self._ahead.values():
+            ahead.cancel()
+            ahead.add_done_callback(keep)
+        self._ahead.clear()
 
     def _start(self, preferred: int, task: str, seed: int) -> tuple[RemoteEpisode, str, dict]:
         deadline = time.monotonic() + self.grace
@@ -113,8 +131,9 @@ class EnvPool:
                 episode = self._take(replica)
                 try:
                     return (episode, *episode.reset(task, seed=seed))
-                except EnvError:
-                    episode.close()
+                except EnvError as error:
+                    if error.status is not None:  # who does not answer would not answer this either
+                        episode.close()
                     raise
             except EnvError as error:
                 # Gone (404: the server was restarted, or reaped what lay idle), full, or not answering: all pass.
@@ -139,14 +158,15 @@ class EnvPool:
     def close(self) -> None:
         """Close what is idle; servers close the rest when its time-to-live is over."""
         self._is_closed = True
+        self.drop_ahead()
         if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-        for _, ahead in self._ahead.values():
-            if not ahead.cancelled() and ahead.exception() is None:
-                self.give_back(ahead.result()[0])
-        self._ahead.clear()
-        for episode in [episode for idle in self._idle for episode in idle]:
-            episode.close()
+            self._threads.shutdown()
+        for client, idle in zip(self.clients, self._idle, strict=True):
+            with suppress(
+                EnvError
+            ):  # after one that is not answered the others would not be either
+                for episode in idle:
+                    client.close(episode.id)
         self._idle = [[] for _ in self.clients]
 
     def _take(self, replica: int) -> RemoteEpisode:
@@ -269,7 +289,7 @@ class _Loop:
             observation, reward, terminated, truncated, info = reply
         if not is_answer(observation, reward, info):
             # A server need not be ours: what it makes up ends this episode, not the run.
-            fault = f"expected a text, a finite reward and a success, got {reply[-1]!r}"
+            fault = f"expected a text, a finite reward and a success, got {reply[-5:]!r:.300}"
             self._fail(episode, EnvError("bad_reply", fault))
             return
         trajectory.success = info["success"]
@@ -338,6 +358,7 @@ class _Loop:
         elif turn.format_error:
             self._show(episode, trajectory.observation)
         else:
+            turn.is_sent = True
             self._send(episode, episode.remote.step, turn.action)
 
     def _mistakes(self, trajectory: Trajectory) -> int:
@@ -395,7 +416,7 @@ def is_answer(observation: object, reward: object, info: object) -> bool:
     return (
         isinstance(observation, str)
         and isinstance(reward, int | float)
-        and math.isfinite(reward)
+        and abs(reward) < math.inf  # no NaN, and no integer too large for a float gets past `float`
         and isinstance(info, dict)
         and isinstance(info.get("success"), bool)
     )

@@ -32,13 +32,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the default: 20 times slower 
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2Tokenizer,
 )
 
 import agent
@@ -47,7 +47,7 @@ import model as weights
 from agent import Chat, Trajectory
 from algorithms import sft_loss
 from curriculum import seed_for
-from env_server import parse_options
+from env_server import check_options, parse_options
 from rollout import collate, deal, micro_batches
 
 # Padded tokens in a forward pass. Few: demonstrations differ in length, and much of a large one would be padding.
@@ -84,6 +84,11 @@ class Config:
                 raise ValueError(
                     f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}"
                 )
+        check_options(self.options, self.env)
+        if self.name and self.model == "tiny":
+            raise ValueError(
+                "--name is for cloning into another --model; a tiny one is kept in out/models, by what shaped it"
+            )
         if not 0 <= self.noise < 1:
             raise ValueError(f"--noise is a share of turns, 0 <= noise < 1, got {self.noise}")
         if self.copy_head and self.layers < 2:
@@ -185,18 +190,22 @@ SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 
 
 def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE trained on `texts`: it can spell anything, and says their common words in one token."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    """A byte-level BPE trained on `texts`: it can spell anything, and says their common words in one token.
+
+    It cuts texts before it merges as Qwen2's does, each digit by itself. Cut in any other way, a saved tokenizer
+    would come back as another one: of a folder with a Qwen2 model `AutoTokenizer` takes only the merges, and
+    the ids that a clone then reads would not be those that it has learnt.
+    """
+    names = {"unk_token": SPECIAL[0], "pad_token": SPECIAL[0], "eos_token": SPECIAL[1]}
+    bpe = Qwen2Tokenizer(**names).backend_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[1]
-    )
+    learnt = json.loads(bpe.to_str())["model"]
+    merges = [tuple(pair) for pair in learnt["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=learnt["vocab"], merges=merges, **names)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -349,20 +358,20 @@ def starting_policy(config: Config, cache: Path = Path("out/models")) -> str:
     """The folder of a `tiny` cloned from the expert: made on first use, then found again. Collective.
 
     Its name carries a hash of the configuration and of the source it depends on, so a changed environment,
-    prompt or hyper-parameter can't be trained on from a stale start.
+    prompt or hyper-parameter can't be trained on from a stale start. (A file that --options name is not in it.)
     """
     shaped_by = {key: value for key, value in asdict(config).items() if key != "name"}
     sources = [inspect.getsource(module) for module in (sys.modules[__name__], agent)]
     home = Path(envs.__file__).parent  # an environment is its file, and may have a folder beside it
     for name in config.env:
         parts = [home / f"{name}.py", *sorted(home.glob(f"{name}_*/*.py"))]
+        parts += sorted(home.glob(f"{name}_*.json"))
         sources += [path.read_text() for path in parts]
     digest = hashlib.blake2b(
         json.dumps([shaped_by, sources, torch.__version__]).encode(), digest_size=5
     ).hexdigest()
     folder = cache / f"tiny-{'-'.join(config.env)}-{digest}"
-    dist.barrier()
-    if not (folder / "config.json").exists():
+    if not weights.on_rank_0(lambda: (folder / "config.json").exists()):
         demos, instructions = gather_demonstrations(config)
         texts = [
             text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])
@@ -395,7 +404,6 @@ def learn(
 ) -> None:
     """Shard a policy, clone the demonstrations, and save it to `folder` as a Hugging Face model. Collective."""
     chat = Chat(tokenizer)
-    policy.to(weights.device())
     weights.shard(policy, weights.mesh(), weights.compute_dtype())
     clone(
         policy,
@@ -415,7 +423,7 @@ def main(config: Config) -> None:
                 print(f"starting policy: {folder}")
             return
         path = weights.on_rank_0(weights.smollm2) if config.model == "smollm2" else config.model
-        lm, tokenizer = weights.load(path)
+        lm, tokenizer = weights.load_once(path)
         folder = weights.on_rank_0(lambda: weights.new_run(config.name, "sft")) / "policy"
         demos, instructions = gather_demonstrations(config)
         learn(weights.Actor(lm), tokenizer, demos, instructions, config, folder)
@@ -429,4 +437,4 @@ def _quiet() -> bool | None:
 
 
 if __name__ == "__main__":
-    weights.run_command(main, Config)
+    weights.run_command(main, Config, OSError)

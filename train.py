@@ -22,7 +22,7 @@ import json
 import os
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-import envs
 import estimate
 import lora
 import model as weights
@@ -61,20 +60,31 @@ from algorithms import (
 from compare import before_and_after
 from curriculum import adaptive_horizon, horizon, sample_tasks, seed_for
 from engines import open_engine
-from evaluate import Play, find_model, open_pools, play_split, summarise, table, transcript
+from evaluate import (
+    Play,
+    check_least,
+    check_splits,
+    find_model,
+    longest,
+    open_pools,
+    play_split,
+    summarise,
+    table,
+    transcript,
+)
 from records import (
     Trackers,
     append_lines,
     as_line,
     check_trackers,
     one_line,
+    public,
     rollout_metrics,
     take_back,
     update_metrics,
 )
 from rollout import (
     Batch,
-    Limits,
     RolloutError,
     check_errors,
     collate,
@@ -134,10 +144,10 @@ class Config(Play):
     # --- reward shaping, all off; logged returns stay raw ---
     format_penalty: float = 0.0  # for a turn that could not be parsed
     turn_penalty: float = 0.0  # for each turn
-    overlong_buffer: int = 0  # trainable tokens before max_tokens over which a penalty grows to 1
+    overlong_length: int = 512  # trainable tokens of an episode at which a penalty is 1,
+    overlong_buffer: int = 0  # and how many before it the penalty begins to grow; 0 for none
     # --- limits of an episode, besides the shared ones ---
     max_invalid: int = 3  # the Nth invalid action or broken form ends the episode; 0 for never
-    episode_seconds: float = 600.0  # for an episode, retries included
     max_error_fraction: float = 0.5  # stop when more episodes of a step fail than this
     # --- machine ---
     micro_tokens: int = 4096  # padded tokens in a forward pass: a matter of memory, not of results
@@ -163,20 +173,16 @@ class Config(Play):
     def __post_init__(self):
         super().__post_init__()
         horizon(1, self.stages, self.interval)  # raises for stages that do not increase
-        at_least_1 = (
-            "steps",
-            "tasks_per_step",
-            "group_size",
-            "epochs",
-            "minibatches",
-            "micro_tokens",
-            "save_every",
-        )
-        for field in at_least_1:
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"--{field.replace('_', '-')} must be 1 or more, got {getattr(self, field)}"
-                )
+        check_least(self, 1, "steps tasks_per_step group_size epochs minibatches micro_tokens")
+        check_least(self, 1, "save_every keep test_samples overlong_length")
+        check_least(self, 0, "budget_tokens patience eval_every eval_limit max_invalid log_tokens")
+        check_least(self, 0, "kl_coef entropy_coef lora_rank overlong_buffer critic_warmup warmup")
+        if self.overlong_buffer > self.overlong_length:
+            raise ValueError(
+                f"--overlong-buffer lies below --overlong-length, {self.overlong_length}; got {self.overlong_buffer}"
+            )
+        if self.importance_cap <= 0:
+            raise ValueError(f"--importance-cap must be above 0, got {self.importance_cap:g}")
         if self.algo in GROUP_BASELINES and self.group_size < 2:
             raise ValueError(
                 f"{self.algo} compares the trajectories of a group: --group-size must be 2 or more, got 1"
@@ -187,10 +193,6 @@ class Config(Play):
             )
         if not 0 <= self.decay <= 1:
             raise ValueError(f"--decay is a share of the steps, 0 to 1, got {self.decay}")
-        if self.kl_coef < 0 or self.entropy_coef < 0:
-            raise ValueError("--kl-coef and --entropy-coef must be 0 or more")
-        if self.lora_rank < 0:
-            raise ValueError(f"--lora-rank must be 0 (off) or more, got {self.lora_rank}")
         if self.lora_alpha <= 0:
             raise ValueError(
                 f"--lora-alpha must be above 0 (adapters count alpha / rank times), got {self.lora_alpha:g}"
@@ -203,26 +205,23 @@ class Config(Play):
             raise ValueError("--resume continues a named run: say which with --name")
         check_trackers(self.tensorboard, self.wandb)
 
-    def limits(self, max_turns: int) -> Limits:
-        """An episode's bounds, at the present horizon."""
-        return Limits(
-            max_turns, self.max_new_tokens, self.max_tokens, self.max_observation_tokens,
-            self.episode_seconds, max_invalid=self.max_invalid,
-        )  # fmt: skip
-
 
 # --- scoring and credit ---
+
+
+def passes(batch: Batch, rows: list[int], config: Config) -> list[list[int]]:
+    """Those rows, in groups that share a forward pass: for all ranks, see `deal`."""
+    lengths = [int(batch.lengths[row]) for row in rows]
+    groups = micro_batches(lengths, config.micro_tokens, dist.get_world_size(), PASS_TOKENS)
+    return [[rows[i] for i in group] for group in groups]
 
 
 def score(forward, batch: Batch, rows: list[int], config: Config) -> Tensor:
     """Run `forward` (a Batch -> (b, t)) over some rows without gradients: (B, T), on every rank, 0 elsewhere."""
     scored = torch.zeros(batch.input_ids.shape)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lengths = [int(batch.lengths[row]) for row in rows]
-    groups = micro_batches(lengths, config.micro_tokens, world, PASS_TOKENS)
+    groups = passes(batch, rows, config)
     with torch.no_grad():
-        for group in deal(groups, rank, world):
-            mine = [rows[i] for i in group]
+        for mine in deal(groups, dist.get_rank(), dist.get_world_size()):
             part = forward(batch.select(mine, weights.device())).cpu()
             if mine:
                 scored[mine, : part.shape[1]] = part
@@ -230,12 +229,9 @@ def score(forward, batch: Batch, rows: list[int], config: Config) -> Tensor:
     return scored
 
 
-def assign_credit(batch: Batch, last_values: Tensor | None, config: Config) -> Batch:
-    """Fill in advantages (and PPO's value targets) for a whole batch; returns a new Batch."""
-    kl = None
-    if config.kl_coef and config.kl_in == "reward":
-        kl = kl_divergence(batch.old_logprobs, batch.ref_logprobs, "k1")
-    rewards = shape_rewards(
+def shaped_rewards(batch: Batch, config: Config, kl: Tensor | None = None) -> Tensor:
+    """What is learnt from: the environment's rewards and what the flags add to them, (B, T)."""
+    return shape_rewards(
         batch.rewards,
         batch.loss_mask,
         kl=kl,
@@ -245,8 +241,16 @@ def assign_credit(batch: Batch, last_values: Tensor | None, config: Config) -> B
         format_errors=batch.format_errors,
         format_penalty=config.format_penalty,
         overlong_buffer=config.overlong_buffer,
-        max_length=config.max_tokens,
-    )  # (B, T)
+        max_length=config.overlong_length,
+    )
+
+
+def assign_credit(batch: Batch, last_values: Tensor | None, config: Config) -> Batch:
+    """Fill in advantages (and PPO's value targets) for a whole batch; returns a new Batch."""
+    kl = None
+    if has_kl_in_reward(config):
+        kl = kl_divergence(batch.old_logprobs, batch.ref_logprobs, "k1")
+    rewards = shaped_rewards(batch, config, kl)
     if config.algo == "ppo":
         bootstrap = last_values * ~batch.terminated if config.bootstrap_truncated else None
         advantages, targets = gae_advantages(
@@ -265,14 +269,19 @@ def assign_credit(batch: Batch, last_values: Tensor | None, config: Config) -> B
     return dataclasses.replace(batch, advantages=advantages)
 
 
+def has_kl_in_reward(config: Config) -> bool:
+    return config.kl_coef > 0 and config.kl_in == "reward"
+
+
 def trainable_rows(trajectories: list[Trajectory], batch: Batch, config: Config) -> list[int]:
     """Rows that take part in the update. The others stand in no denominator either."""
-    is_dead = dead_groups(batch.returns, batch.group_ids)
+    # Of what is learnt from: a penalty may part episodes that the environment paid alike. A KL in the reward
+    # parts all.
+    is_dead = dead_groups(shaped_rewards(batch, config).sum(1), batch.group_ids)
+    keeps_dead = config.keep_dead_groups or has_kl_in_reward(config)
     rows = []
     for row, trajectory in enumerate(trajectories):
-        drop_dead = (
-            config.algo in GROUP_BASELINES and not config.keep_dead_groups and bool(is_dead[row])
-        )
+        drop_dead = config.algo in GROUP_BASELINES and not keeps_dead and bool(is_dead[row])
         drop_cut = config.mask_truncated and trajectory.end in ("max_turns", "max_tokens")
         if any(trajectory.loss_mask) and not drop_dead and not drop_cut:
             rows.append(row)
@@ -347,10 +356,8 @@ def update(
         "tokens": float(mask.sum()),
     }
     parts = []
-    lengths = [int(batch.lengths[row]) for row in rows]
-    groups = micro_batches(lengths, config.micro_tokens, world, PASS_TOKENS)
-    for group in deal(groups, rank, world):
-        part = batch.select([rows[i] for i in group], weights.device())
+    for mine in deal(passes(batch, rows, config), rank, world):
+        part = batch.select(mine, weights.device())
         loss, stats = losses(actor, critic, part, totals, config)
         (
             loss * world
@@ -380,18 +387,23 @@ def positive_logprob_change(actor, batch: Batch, rows: list[int], config: Config
     positive = [row for row in rows if (batch.advantages[row] > 0).any()]
     if not positive or batch.old_logprobs is None:
         return None
-    rows = micro_batches([int(batch.lengths[row]) for row in positive], config.micro_tokens)[
-        -1
-    ]  # the shortest ones
-    part = batch.select([positive[i] for i in rows], weights.device())
+    largest = max(passes(batch, positive, config), key=len)
+    part = batch.select(largest, weights.device())
     with torch.no_grad():
         now, _ = actor(part.input_ids, part.loss_mask, config.temperature)
     where = part.loss_mask & (part.advantages > 0)
     return float((now - part.old_logprobs)[where].mean())
 
 
-def split(rows: list[int], count: int, seed: int) -> list[list[int]]:
-    """Shuffle rows and cut them into `count` nearly equal minibatches; fewer where there are fewer rows."""
+def padding(batch: Batch, groups: list[list[int]]) -> float | None:
+    """Share of padding in the forward passes of some groups of rows; None for no group."""
+    lengths = [batch.lengths[group] for group in groups]
+    padded = sum(len(some) * int(some.max()) for some in lengths)
+    return 1 - sum(int(some.sum()) for some in lengths) / padded if groups else None
+
+
+def minibatches_of(rows: list[int], count: int, seed: int) -> list[list[int]]:
+    """Shuffle rows and cut them into `count` nearly equal parts; fewer where there are fewer rows."""
     order = list(rows)
     random.Random(seed).shuffle(order)
     parts = [order[i::count] for i in range(count)]
@@ -415,7 +427,9 @@ def resume_point(config: Config) -> Path | None:
     saved = json.loads((run / "config.json").read_text())
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     # What may differ changes nothing that has been computed already.
-    free = {"resume", "save_every", "keep", "log_tokens"} | (set() if config.decay else {"steps"})
+    free = {"resume", "name", "save_every", "keep", "log_tokens"} | (
+        set() if config.decay else {"steps"}
+    )
     free |= {"env_urls", "env_token", "replicas", "env_timeout", "env_grace"}
     free |= {"tensorboard", "wandb"}
     free |= {"activation_checkpointing", "offload_reference", "offload_optimizer", "estimate"}
@@ -438,7 +452,7 @@ def open_run(config: Config, step: int) -> Path:
     """The run's folder. A new one gets its config.json; a resumed one is taken back to `step` (-1: to nothing)."""
     if not config.resume:
         run = weights.new_run(config.name, "train")
-        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        (run / "config.json").write_text(json.dumps(public(config), indent=1))
         return run
     run = Path("out") / config.name
     weights.clear_leftovers(run / "checkpoints")
@@ -480,6 +494,7 @@ class Run:
         if checkpoint:
             self.state = weights.load_training_state(checkpoint, self.optimizers, self.modules)
         self.pools = open_pools(config, stack)
+        check_splits(self.pools, "train", *(("dev", "test") if config.eval_every else ()))
         # Everything that a wrong flag could break has been tried: from here on there is a run.
         self.folder = weights.on_rank_0(
             lambda: open_run(config, self.state["step"] if checkpoint else -1)
@@ -490,9 +505,7 @@ class Run:
         self.page_due = 0.0  # when report.html may be written again
         self.sync(self.state["version"])
         self.tasks = [
-            (name, task)
-            for name, pool in self.pools.items()
-            for task in pool.clients[0].tasks("train")
+            (name, task) for name, pool in self.pools.items() for task in pool.tasks["train"]
         ]
         self.say(
             f"{self.folder}: {config.algo} on {' '.join(config.env)}, {len(self.tasks)} training tasks, "
@@ -617,9 +630,8 @@ class Run:
     ) -> dict:
         """Play a split with the present weights, print and log the result. Collective."""
         # Without the cap on mistakes and at the environment's own horizon: as evaluate.py does it.
-        config = self.config
-        max_turns = max(envs.make(name).max_turns for name in config.env)
-        limits = dataclasses.replace(config.limits(max_turns), max_invalid=0)
+        config, max_turns = self.config, longest(self.pools)
+        limits = config.limits(max_turns)
         began = time.perf_counter()
         played = play_split(
             self.engine, self.chat, self.pools, split, config, limits, ("evaluate", split, step), samples,
@@ -643,7 +655,7 @@ class Run:
         """On the way; the best policy so far is kept."""
         config, step = self.config, self.state["step"]
         dev = self.evaluate("dev", step, config.temperature, 1, config.eval_limit)
-        if dev.get("success_rate", 0.0) > self.state["best"]:
+        if dev.get("success_rate", -1.0) > self.state["best"]:
             self.state["best"] = dev["success_rate"]
             weights.save_policy(self.folder / "checkpoints" / "best", self.actor, self.tokenizer)
 
@@ -655,6 +667,15 @@ class Run:
         if self.is_main:
             self.page_due = report.refresh(self.folder, self.page_due)
 
+    @contextmanager
+    def saved_if_servers_fail(self):
+        """Nothing learnt so far is lost with the environments' servers. Collective."""
+        try:
+            yield
+        except RolloutError:
+            self.save()
+            raise
+
     def score_all(self, batch: Batch, rows: list[int]) -> Tensor | None:
         """Fill in the batch's old and reference log-probabilities and values; returns PPO's last values (B,)."""
         config, everything = self.config, list(range(len(batch.lengths)))
@@ -663,7 +684,9 @@ class Run:
             return lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]
 
         # With a single update on fresh samples the update's own forward pass gives the old log-probabilities.
-        if config.epochs * config.minibatches > 1 or (config.kl_coef and config.kl_in == "reward"):
+        if has_kl_in_reward(config):
+            rows = everything  # the baselines are means over all of them
+        if config.epochs * config.minibatches > 1 or has_kl_in_reward(config):
             batch.old_logprobs = score(logprobs(self.actor), batch, rows, config)
         if self.reference:
             with lora.adapters_off(self.reference):
@@ -677,22 +700,24 @@ class Run:
 
     def improve(self, batch: Batch, rows: list[int], step: int) -> dict:
         """All of a step's optimizer updates; returns what they report for metrics.jsonl. Collective."""
-        config, parts, norms, skipped = self.config, [], [], 0
+        config, parts, norms, skipped, groups = self.config, [], [], 0, []
         train_actor = not (self.critic and step <= config.critic_warmup)
         for name, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = self.rates[name] * learning_rate(step, config)
         for epoch in range(config.epochs):
             seed = seed_for(config.seed, "minibatches", step, epoch)
-            for part in split(rows, config.minibatches, seed):
+            for part in minibatches_of(rows, config.minibatches, seed):
                 stats, was_skipped, norm = update(
                     self.actor, self.critic, self.optimizers, batch, part, config, train_actor
                 )
                 skipped, norms, parts = skipped + was_skipped, [*norms, norm], [*parts, stats]
+                groups += passes(batch, part, config)
         return update_metrics(parts, batch, rows, config) | {
             "positive_logprob_change": positive_logprob_change(self.actor, batch, rows, config),
             "grad_norm": max(norms, default=None),
             "skipped_updates": skipped,
+            "padding_fraction": padding(batch, groups),
             "lr": self.optimizers["actor"].param_groups[0]["lr"] if train_actor else 0.0,
         }
 
@@ -728,15 +753,12 @@ def main(config: Config) -> None:
                 max_turns = horizon(step, config.stages, config.interval)
 
             # 2. Play.
-            try:
+            with run.saved_if_servers_fail():
                 trajectories = rollout_on_all_ranks(
-                    run.engine, run.chat, run.pools, run.blanks(step), config.limits(max_turns), ("train", step),
+                    run.engine, run.chat, run.pools, run.blanks(step), config.limits(max_turns, config.max_invalid), ("train", step),
                     config.temperature, config.seed, config.concurrency,
                 )  # fmt: skip
                 check_errors(trajectories, config.max_error_fraction)
-            except RolloutError:
-                run.save()  # nothing learnt so far is lost with the servers
-                raise
             run.engine.sleep()
             if step < last:
                 run.prepare(step + 1)
@@ -776,7 +798,10 @@ def main(config: Config) -> None:
             }
             row_of = {id(t): row for row, t in enumerate(valid)}
             run.write("trajectories.jsonl", [
-                as_line(t, step, "train", config.temperature, row_of.get(id(t)) if i < config.log_tokens else None, batch)
+                as_line(
+                    t, step, "train", config.temperature, row_of.get(id(t)) if i < config.log_tokens else None, batch,
+                    is_scored=batch.old_logprobs is not None and row_of.get(id(t)) in rows,
+                )
                 for i, t in enumerate(trajectories)
             ])  # fmt: skip
             run.write("metrics.jsonl", [metrics])
@@ -784,7 +809,8 @@ def main(config: Config) -> None:
             bar.set_postfix(success=f"{metrics['success_rate']:.2f}", horizon=max_turns)
             bar.update()
             if run.evaluates_after(step) and step < config.steps:
-                run.evaluate_on_dev()
+                with run.saved_if_servers_fail():
+                    run.evaluate_on_dev()
             if step % config.save_every == 0 or step == config.steps or run.is_out_of_budget():
                 run.save()
             if run.is_out_of_budget():

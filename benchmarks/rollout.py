@@ -6,7 +6,7 @@ Playing and sampling beside the least they could cost, measured in one run (lear
 
 and with --engine vllm, where it is installed:
 
-    rollout    as above, beside all the same requests at once                     /  vLLM's own batching, no environment
+    rollout    as above  /  the same requests without environments: as many at once as trajectories, and all at once
     lock-step  in every turn another episode's step takes 1 s, turns of 16 tokens /  a loop that waits for everybody
 
     python benchmarks/rollout.py                        # the tiny architecture, random weights
@@ -200,17 +200,22 @@ def vllm_ratios(folder: str, chat: Chat, config: Config) -> None:
     hits = engine.cached_tokens / engine.prompt_tokens
     engine.add = plain_add
 
-    def offline() -> None:
+    def offline(at_once: int) -> None:
         engine.llm.llm_engine.reset_prefix_cache()
-        for request in requests:
-            engine.add(*request)
-        while engine.keys:
+        waiting = requests[::-1]
+        while waiting or engine.keys:
+            while waiting and len(engine.keys) < at_once:
+                engine.add(*waiting.pop())
             engine.step()
 
-    alone = best(offline, config.repeats)
+    # As many rows as there are trajectories, and all of them: a batch of 256 is one that no rollout can have,
+    # since a turn's prompt is not known before the turns that precede it.
+    same = best(lambda: offline(config.trajectories), config.repeats)
+    alone = best(lambda: offline(len(requests)), config.repeats)
     print(
-        f"rollout    {whole:.2f} s with {1000 * config.latency:.0f} ms a call, all requests at once {alone:.2f} s: "
-        f"{whole / alone:.2f} times; {hits:.0%} of prompt tokens from the prefix cache"
+        f"rollout    {whole:.2f} s with {1000 * config.latency:.0f} ms a call; the same requests without environments, "
+        f"{config.trajectories} at once: {same:.2f} s ({whole / same:.2f} times), all {len(requests)} at once: "
+        f"{alone:.2f} s ({whole / alone:.2f} times); {hits:.0%} of prompt tokens from the prefix cache"
     )
     n = config.trajectories
     free = best(lambda: play(engine, StragglerPool(n), 16), config.repeats)

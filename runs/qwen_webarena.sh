@@ -3,7 +3,7 @@
 # Qwen2.5-7B-Instruct (Apache 2.0). NOT RUN BY US: no GPU was at hand.
 #
 # The paper: WebArena, 50 tasks: Qwen2.5-7B 10 %, AgentGym-RL-7B 22, ScalingInter-7B 26; 3B: 10, AgentGym-RL-3B 18.
-# On a deployment: set SHOPPING, SHOPPING_ADMIN, REDDIT, GITLAB, MAP, WIKIPEDIA and HOMEPAGE (README).
+# On a deployment: set SHOPPING, SHOPPING_ADMIN, REDDIT, GITLAB, MAP, WIKIPEDIA and HOMEPAGE (docs/families.md).
 #
 # For one node of 8 GPUs with 80 GB. By `train.py --estimate 8` with these flags: 30 GiB of each in an update (120
 # without --activation-checkpointing), and 12 GiB beside vLLM's half of the GPU while it plays; 3B: 14 and 5.

@@ -31,10 +31,10 @@ def demos() -> list[sft.Demonstration]:
     return sft.demonstrate("babyai", {}, 40, CONFIG)
 
 
-def tokenizer_for(demos):
+def tokenizer_for(demos, vocab: int = 512):
     return sft.make_tokenizer(
         [text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])],
-        512,
+        vocab,
     )
 
 
@@ -63,6 +63,28 @@ def test_the_tiny_tokenizer_spells_anything_and_knows_the_common_words(demos):
     assert len(tokenizer.encode(" Thought", add_special_tokens=False)) <= 2
     assert len(tokenizer) <= 512
     assert Chat(tokenizer).end_of_turn == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("env", ["babyai", "textcraft", "searchqa"])
+def test_a_clone_reads_the_ids_that_it_has_learnt(env, tmp_path):
+    """Saved beside a Qwen2, a tokenizer comes back as Qwen2's: had ours cut " 1" otherwise, all ids would differ."""
+    config = dataclasses.replace(CONFIG, env=(env,), demos=20)
+    demos, instructions = sft.gather_demonstrations(config)
+    folder = sft.starting_policy(config, tmp_path)
+    made, found = tokenizer_for(demos, config.vocab), weights.load(folder)[1]
+    assert len(made) == len(found) == len(found.get_vocab())
+    for demo in demos:
+        learnt, read = (sft.as_trajectory(demo, Chat(t), instructions[env]) for t in (made, found))
+        assert learnt.ids == read.ids
+    for text in (
+        " 12 planks, 3x",
+        "a-b (c).\n\nThought: 10",
+        "<|endoftext|>",
+        "naïve 日本 \t\r\n x",
+        "I'm IT'S",
+    ):
+        ids = [t.encode(text, add_special_tokens=False) for t in (made, found)]
+        assert ids[0] == ids[1] and max(ids[0]) < weights.load(folder)[0].config.vocab_size
 
 
 def test_the_order_of_demonstrations_repeats_none_before_all_have_been_seen():

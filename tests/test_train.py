@@ -60,7 +60,7 @@ def environ() -> dict[str, str]:
 def start(tmp_path_factory) -> str:
     """A clone of a few demonstrations: bad, but it speaks the form, and now and then it is right."""
     folder = tmp_path_factory.mktemp("start")
-    flags = "--demos 120 --updates 40 --hidden 64 --layers 2 --name clone".split()
+    flags = "--demos 120 --updates 40 --hidden 64 --layers 2".split()
     done = run("sft.py", *flags, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return str(next((folder / "out/models").glob("tiny-babyai-*")).resolve())
@@ -353,6 +353,27 @@ def test_the_best_policy_on_dev_is_kept(tmp_path, monkeypatch):  # BEHAVIOURS 40
         run.state["step"] = step
         run.evaluate_on_dev()
     assert saved == [1, 2, 6] and run.state["best"] == 0.6
+
+
+def test_a_run_that_was_given_no_name_is_resumed_by_its_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "out/train-001"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(train.Config())))
+    assert train.resume_point(train.Config(name="train-001", resume=True)) is None  # no step yet
+    with pytest.raises(ValueError, match="--lr was 0.0002, now 0.1"):
+        train.resume_point(train.Config(name="train-001", resume=True, lr=0.1))
+
+
+def test_servers_that_fail_in_an_evaluation_on_the_way_cost_nothing_learnt(monkeypatch):
+    run = train.Run.__new__(train.Run)
+    saved = []
+    monkeypatch.setattr(run, "save", lambda: saved.append(True))
+    monkeypatch.setattr(run, "evaluate_on_dev", lambda: train.check_errors([lost], 0.5))
+    lost = Trajectory("toy", "t", end="error", error="EnvError: gone")
+    with pytest.raises(RolloutError, match="gone"), run.saved_if_servers_fail():
+        run.evaluate_on_dev()
+    assert saved == [True]
 
 
 # --- what is begun early ---
