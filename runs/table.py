@@ -39,7 +39,7 @@ class Config:
     """Every field is a flag: --seeds 0 1"""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    start_seed: int = 1  # whose clone all runs start from
+    start_seed: int = 0  # whose clone all runs start from
     budget: int = 180_000  # tokens sampled in training, a run
     interval: int = 5  # training steps a stage, for the grown horizon
     parallel: int = 2  # runs at once, each with one thread

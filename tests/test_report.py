@@ -601,6 +601,31 @@ def alpha(page, token: int) -> tuple[float, bool]:
 
 
 @needs_chromium
+def test_a_trajectory_that_the_trainer_did_not_score_has_no_difference_to_show(browser, tmp_path):
+    tokens = with_tokens(list(range(20))) | {"old_logprobs": None}
+    run = a_run(tmp_path / "run", trajectories=[line(tokens=tokens)])
+    with opened(browser, page_of(run)) as page:
+        page.keyboard.press("t")
+        page.locator(".token").nth(4).hover()
+        said = page.locator("#tip").inner_text().split("\n")
+        assert said[2:5] == [
+            "log-probability, sampler: -0.5",
+            "log-probability, trainer: not scored",
+            "sampler − trainer: not known",
+        ]
+        page.select_option("#measure", "difference")
+        assert alpha(page, 4)[0] == 0 and page.locator(".token.broken").count() == 0
+
+
+@needs_chromium
+def test_episodes_under_other_turn_limits_are_no_group(browser, tmp_path):
+    played = [line(split="test", sample=n, max_turns=turns) for turns in (4, 8) for n in (0, 1)]
+    with opened(browser, page_of(a_run(tmp_path / "run", trajectories=played))) as page:
+        labels = page.locator("#beside option").all_inner_texts()
+        assert [label.split(":")[0] for label in labels] == ["nothing", "sample 1"]
+
+
+@needs_chromium
 def test_tokens_have_their_words_colours_and_numbers(browser, tmp_path, tokenizer):
     text = "Thought: I see the red key. 7\nAction: <go>"
     ids = tokenizer.encode(text)

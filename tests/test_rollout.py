@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agent
+import evaluate
 from agent import Chat, Trajectory, Turn
 from engines import HFEngine
 from env_server import EnvError, EnvServers
@@ -177,6 +179,7 @@ def test_an_episode_that_keeps_failing_is_an_error_with_its_reason(chat):  # BEH
         ("fine", None, False, False, {"success": False}),
         ("fine", math.nan, False, False, {"success": False}),
         ("fine", math.inf, False, False, {"success": False}),
+        ("fine", 10**400, False, False, {"success": False}),
         (None, 0.0, False, False, {"success": False}),
     ],
 )
@@ -610,16 +613,57 @@ def test_environments_are_reset_ahead_of_the_rollout_and_once(ahead):
     assert [t.ids for t in done] == [t.ids for t in plain] and all(t.success for t in done)
 
 
-def test_what_was_reset_too_long_ago_is_reset_again(ahead, monkeypatch):
+def test_what_its_server_has_closed_meanwhile_is_reset_again(ahead):
     pools, blanks, play = ahead
-    monkeypatch.setattr("rollout.AHEAD_SECONDS", 0.0)
+    reset_ahead(pools, blanks, ("x", 1))
+    wait_for(lambda: all(future.done() for future in pools["doors"]._ahead.values()))
+    lost = list(pools["doors"]._ahead.values())[:4]
+    for future in lost:
+        future.result()[0].close()  # as a restarted server has, or one with a short --ttl
+    assert all(t.success for t in play())
+    assert len(CountedDoors.resets) == 10
+
+
+def test_what_waits_in_line_behind_a_server_that_hangs_is_begun_by_the_rollout(ahead, monkeypatch):
+    pools, blanks, play = ahead
+    pools["doors"]._threads = ThreadPoolExecutor(1)
+    gate = threading.Event()
+    pools["doors"]._threads.submit(gate.wait, 20)
     reset_ahead(pools, blanks, ("x", 1))
     assert all(t.success for t in play())
-    assert len(CountedDoors.resets) == 12
-    assert pools["doors"].clients[0].health()["episodes"] <= 12  # the stale ones are used again
+    gate.set()
 
 
-def test_a_reset_ahead_that_failed_costs_an_attempt_and_no_episode(ahead, monkeypatch):
+def test_an_evaluation_has_the_room_of_what_was_reset_ahead(chat, serve, one_rank, monkeypatch):
+    monkeypatch.setattr(CountedDoors, "resets", [])
+    pools = pool_of(serve(CountedDoors, capacity=6), grace=1.0)
+    blanks = [Trajectory("doors", f"house {g}", g) for g in range(6)]
+    reset_ahead(pools, blanks, ("x", 1))
+    engine, config = Script(chat, [GO] * 9), evaluate.Play()
+    done = evaluate.play_split(
+        engine, chat, pools, "train", config, Limits(), ("y",), 1, 1.0, limit=6
+    )
+    assert all(t.success for t in done) and len(done) == 6
+    pools["doors"].close()
+
+
+def test_closing_waits_for_a_server_that_hangs_once_and_not_for_each_episode(chat, serve):
+    pools = pool_of(serve(Doors))
+    pool = pools["doors"]
+    for i in range(6):
+        pool.give_back(pool.start(0, f"house {i}", i)[0])
+    asked = []
+
+    def hang(episode_id):
+        asked.append(episode_id)
+        raise EnvError("timeout", "no answer")
+
+    pool.clients[0].close = hang
+    pool.close()
+    assert len(asked) == 1
+
+
+def test_a_reset_ahead_that_failed_is_begun_again(ahead, monkeypatch):
     pools, blanks, play = ahead
     monkeypatch.setattr(CountedDoors, "is_broken", True)
     reset_ahead(pools, blanks, ("x", 1))

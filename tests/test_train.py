@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import evaluate
 import model as weights
 import records
 import sft
@@ -80,6 +81,13 @@ def start(tmp_path_factory) -> str:
         (["--options", "levels=imaginary"], "imaginary"),
         (["--resume"], "--name"),
         (["--temperature", "0"], "greedy"),
+        (["--replicas", "0"], "--replicas must be 1 or more"),
+        (["--keep", "0"], "--keep must be 1 or more"),
+        (["--importance-cap", "0"], "--importance-cap must be above 0"),
+        (["--patience", "-1"], "--patience must be 0 or more"),
+        (["--overlong-buffer", "600"], "--overlong-buffer lies below --overlong-length, 512"),
+        (["--test-samples", "0"], "--test-samples must be 1 or more"),
+        (["--eval-limit", "-1"], "--eval-limit must be 0 or more"),
         (["--lora-rank", "4", "--lora-alpha", "0"], "--lora-alpha must be above 0"),
         (["--max-tokens", "5000"], "context of 4096 tokens"),
         (["--no-such-flag"], "no-such-flag"),
@@ -525,6 +533,53 @@ def test_dead_groups_and_cut_trajectories_stay_out_where_asked():  # BEHAVIOURS 
     ) == list(range(7))
 
 
+def test_a_penalty_revives_a_group_that_the_environment_paid_alike():
+    trajectories = some_trajectories()
+    trajectories[6].turns[0].format_error = True  # in the group that is dead without it
+    batch = collate(trajectories)
+    rows = lambda **flags: train.trainable_rows(trajectories, batch, train.Config(**flags))  # noqa: E731
+    assert rows() == [0, 1, 2, 3, 4]
+    assert rows(format_penalty=0.2) == list(range(7))
+    assert rows(turn_penalty=0.1) == list(range(7))  # its two episodes differ in length
+    assert rows(kl_coef=0.1) == [0, 1, 2, 3, 4]
+    assert rows(kl_coef=0.1, kl_in="reward") == list(range(7))
+    advantages = train.assign_credit(batch, None, train.Config(format_penalty=0.2)).advantages
+    assert advantages[5].max() > 0 > advantages[6].min()
+
+
+def test_only_what_the_trainer_scored_is_logged_under_its_name():
+    (t, *_) = trajectories = some_trajectories()
+    batch = collate(trajectories)
+    batch.old_logprobs, batch.advantages = batch.rollout_logprobs * 2, batch.rewards
+    scored = records.as_line(t, 1, "train", 1.0, 0, batch, is_scored=True)["tokens"]
+    assert scored["old_logprobs"] == [2 * x for x in scored["rollout_logprobs"]]
+    assert records.as_line(t, 1, "train", 1.0, 0, batch)["tokens"]["old_logprobs"] is None
+
+
+def test_padding_is_the_share_of_padded_positions_by_hand():
+    batch = collate(some_trajectories())
+    batch.lengths[:4] = torch.tensor([100, 50, 40, 20])
+    assert train.padding(batch, [[0, 1], [2, 3]]) == pytest.approx(1 - 210 / (200 + 80))
+    assert train.padding(batch, []) is None
+
+
+def test_a_split_without_a_task_is_said_before_any_work():
+    class Pool:
+        tasks = {"train": ["a"], "dev": [], "test": ["b"]}
+
+    evaluate.check_splits({"searchqa": Pool()}, "train", "test")
+    with pytest.raises(ValueError, match="searchqa has no task in its dev split"):
+        evaluate.check_splits({"searchqa": Pool()}, "train", "dev")
+
+
+def test_a_runs_configuration_does_not_hold_the_servers_token(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = train.open_run(train.Config(name="quiet", env_token="secret"), -1)
+    assert "secret" not in (folder / "config.json").read_text()
+    again = train.Config(name="quiet", env_token="other", resume=True)
+    assert train.resume_point(again) is None  # and the same run it is, whatever the token
+
+
 def test_a_trajectory_without_a_sampled_token_is_counted_and_not_trained_on():  # BEHAVIOURS 6
     trajectories = some_trajectories()
     trajectories[0].loss_mask = [0] * len(trajectories[0].ids)
@@ -542,6 +597,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 
 def test_minibatches_hold_every_row_once():
-    parts = train.split(list(range(10)), 3, seed=1)
+    parts = train.minibatches_of(list(range(10)), 3, seed=1)
     assert sorted(sum(parts, [])) == list(range(10)) and [len(part) for part in parts] == [4, 3, 3]
-    assert train.split([7], 3, seed=1) == [[7]] and train.split([], 3, seed=1) == []
+    assert train.minibatches_of([7], 3, seed=1) == [[7]]
+    assert train.minibatches_of([], 3, seed=1) == []
