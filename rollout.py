@@ -16,8 +16,8 @@ Read engines.py first, algorithms.py next.
 """
 
 import itertools
-import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -416,7 +416,7 @@ def is_answer(observation: object, reward: object, info: object) -> bool:
     return (
         isinstance(observation, str)
         and isinstance(reward, int | float)
-        and abs(reward) < math.inf  # no NaN, and no integer too large for a float gets past `float`
+        and abs(reward) <= sys.float_info.max  # no NaN, no integer that is too large for a float
         and isinstance(info, dict)
         and isinstance(info.get("success"), bool)
     )
