@@ -32,13 +32,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the default: 20 times slower 
 
 import torch
 import torch.distributed as dist
-from tokenizers import pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
+    PreTrainedTokenizerFast,
 )
 
 import agent
@@ -190,31 +190,32 @@ SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 
 
 def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE trained on `texts`: it can spell anything, and says their common words in one token.
-
-    It cuts texts before it merges as Qwen2's does, each digit by itself. Cut in any other way, a saved tokenizer
-    would come back as another one: of a folder with a Qwen2 model `AutoTokenizer` takes only the merges, and
-    the ids that a clone then reads would not be those that it has learnt.
-    """
-    names = {"unk_token": SPECIAL[0], "pad_token": SPECIAL[0], "eos_token": SPECIAL[1]}
-    bpe = Qwen2Tokenizer(**names).backend_tokenizer
+    """A byte-level BPE trained on `texts`: it can spell anything, and says their common words in one token."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
-    learnt = json.loads(bpe.to_str())["model"]
-    merges = [tuple(pair) for pair in learnt["merges"]]
-    tokenizer = Qwen2Tokenizer(vocab=learnt["vocab"], merges=merges, **names)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[1]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCausalLM:
-    """Qwen2's architecture with about 0.6 million parameters, random ones drawn from `seed`."""
+def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> LlamaForCausalLM:
+    """Llama's architecture with about 0.6 million parameters, random ones drawn from `seed`.
+
+    Not Qwen2's, which has the same parts: beside such a model `AutoTokenizer` reads only the merges of a saved
+    tokenizer, and cuts texts by Qwen2's rules. " 1" would come back as two tokens, and the clone would read other ids
+    than it has learnt.
+    """
     heads = max(1, config.hidden // 32)
-    shape = Qwen2Config(
+    shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
         intermediate_size=3 * config.hidden,
@@ -222,6 +223,7 @@ def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCau
         num_attention_heads=heads,
         num_key_value_heads=1,  # all heads share keys and values: sampling is bound by reading those
         max_position_embeddings=4096,
+        attention_bias=True,
         tie_word_embeddings=True,
         # The library's 0.02 is meant for wide models; at this width it leaves attention flat for long.
         initializer_range=0.08,
@@ -231,14 +233,14 @@ def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> Qwen2ForCau
     )
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed_for(config.seed, "tiny weights"))
-        lm = Qwen2ForCausalLM(shape)
+        lm = LlamaForCausalLM(shape)
         if config.copy_head:
             add_copy_head(lm)
         return lm
 
 
 @torch.no_grad()
-def add_copy_head(lm: Qwen2ForCausalLM) -> None:
+def add_copy_head(lm: LlamaForCausalLM) -> None:
     """Write an induction head into a fresh model of two layers or more, in place.  (Olsson et al. 2022)
 
         ... Rey kja vik ... Rey  ->  kja        whatever the pieces are

@@ -47,6 +47,9 @@ class Config:
     patience: float = 60.0  # seconds after which it is tried on no more of them
     games: int = 12  # of its games are played again for the clocks; short ones
     seconds: float = 5.0  # for each rate
+    warm: float = (
+        1.0  # and before it, uncounted: imports, caches; a JVM's compiler wants ten or more
+    )
     clients: tuple[int, ...] = (1, 8, 32)  # threads
     replicas: tuple[int, ...] = (1, 2)  # server processes
     episodes: int = 32  # open at once while memory is read
@@ -161,7 +164,7 @@ def measure_steps(name: str, games: list[Game], config: Config) -> None:
     """Rates and waits, in this process and over HTTP, and the CPU of both sides a step."""
     print(f"{'':28} steps/s   ms a step  ms a reset   client CPU   server CPU")
     episode = InProcess(name)
-    measure([episode], games, min(1.0, config.seconds))  # imports, caches, a JVM's compiler
+    measure([episode], games, config.warm)
     rate, step, reset = measure([episode], games, config.seconds)
     episode.close()
     print(f"{'in process':26} {rate:9.0f} {step:11.2f} {reset:11.2f}")
@@ -169,7 +172,7 @@ def measure_steps(name: str, games: list[Game], config: Config) -> None:
         with EnvServers(name, replicas=replicas) as servers:
             connections = [EnvClient(url, timeout=120.0) for url in servers.urls]
             remote = [RemoteEpisode(connections[i % replicas]) for i in range(clients)]
-            measure(remote, games, min(1.0, config.seconds))
+            measure(remote, games, config.warm)
             sides = [psutil.Process()], tree(servers.pids)
             before, began = [cpu_seconds(side) for side in sides], time.monotonic()
             rate, step, reset = measure(remote, games, config.seconds)
