@@ -107,7 +107,7 @@ class Config(Play):
 
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
-    steps: int = 70  # training steps: a batch of trajectories and its updates
+    steps: int = 90  # training steps: a batch of trajectories and its updates
     budget_tokens: int = 0  # stop once so many tokens have been sampled in training; 0 for no limit
     tasks_per_step: int = 12  # groups
     group_size: int = 8  # G, trajectories a task
@@ -135,7 +135,7 @@ class Config(Play):
     kl_estimator: Literal["k2", "k3"] = (
         "k3"  # in the loss (k1 has no gradient there); in the reward: k1
     )
-    entropy_coef: float = 0.0  # bonus for staying undecided
+    entropy_coef: float = 0.01  # bonus for staying undecided: groups keep something to compare
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
     keep_dead_groups: bool = (
         False  # update on groups of equal returns too (only KL and entropy act)

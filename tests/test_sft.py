@@ -67,7 +67,7 @@ def test_the_tiny_tokenizer_spells_anything_and_knows_the_common_words(demos):
 
 @pytest.mark.parametrize("env", ["babyai", "textcraft", "searchqa"])
 def test_a_clone_reads_the_ids_that_it_has_learnt(env, tmp_path):
-    """Saved beside a Qwen2, a tokenizer comes back as Qwen2's: had ours cut " 1" otherwise, all ids would differ."""
+    """Beside a Qwen2 a saved tokenizer comes back as Qwen2's, which cuts " 1" in two: all ids would differ."""
     config = dataclasses.replace(CONFIG, env=(env,), demos=20)
     demos, instructions = sft.gather_demonstrations(config)
     folder = sft.starting_policy(config, tmp_path)

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import evaluate
 import model as weights
 import records
-import sft
 import train
 from agent import Trajectory, Turn
 from engines import HFEngine
@@ -436,8 +436,8 @@ def gradients(
         algo=algo, micro_tokens=40, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9
     )
     torch.manual_seed(3)  # the same small model everywhere
-    lm = sft.Qwen2ForCausalLM(
-        sft.Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    lm = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0)
     )  # fmt: skip
     critic = (

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: `make test` installs its CPU build beside a CPU torch"
@@ -21,16 +22,14 @@ def sampler(request, tmp_path_factory, tokenizer):
     # Loaded objects that vLLM's search for kernels must not touch; numba, which vLLM needs, brings them.
     pytest.importorskip("llvmlite.binding")
 
-    import sft
-
-    shape = sft.Qwen2Config(
+    shape = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=request.param == "tied",
         initializer_range=0.2, max_position_embeddings=512,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        lm = sft.Qwen2ForCausalLM(shape).eval()
+        lm = Qwen2ForCausalLM(shape).eval()
     folder = tmp_path_factory.mktemp(request.param)
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
