@@ -135,7 +135,7 @@ class Config(Play):
     kl_estimator: Literal["k2", "k3"] = (
         "k3"  # in the loss (k1 has no gradient there); in the reward: k1
     )
-    entropy_coef: float = 0.01  # bonus for staying undecided: groups keep something to compare
+    entropy_coef: float = 0.0  # bonus for staying undecided
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
     keep_dead_groups: bool = (
         False  # update on groups of equal returns too (only KL and entropy act)
