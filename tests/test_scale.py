@@ -427,3 +427,20 @@ def test_a_run_with_adapters_resumes_to_the_bit(algo, tmp_path, start):  # noqa:
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         one, two = (tmp_path / "out" / name / "checkpoints/step_4" / file for name in ("whole", "cut"))  # fmt: skip
         assert one.read_bytes() == two.read_bytes()
+
+
+def raised_on_rank_1() -> tuple[list, str]:
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no Java on node 2")
+
+    everybodys = weights.on_all_ranks(lambda: dist.get_rank() * 10)
+    try:
+        weights.on_all_ranks(fails)
+    except ValueError as error:
+        return everybodys, str(error)
+    return everybodys, ""
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path):
+    assert on_ranks(2, tmp_path / "ranks", raised_on_rank_1) == [([0, 10], "no Java on node 2")] * 2
