@@ -75,9 +75,8 @@ class EnvPool:
         for client in self.clients:
             try:
                 health = client.health()
-                if (
-                    client is self.clients[0]
-                ):  # what all replicas share, asked once: later one may be down
+                # What all replicas share is asked once, now: later one may be down.
+                if client is self.clients[0]:
                     self.instructions, self.max_turns = client.instructions(), health["max_turns"]
                     self.tasks = {split: client.tasks(split) for split in SPLITS}
             except EnvError as error:
@@ -96,9 +95,8 @@ class EnvPool:
         """
         ahead = self._ahead.pop((task, seed), None)
         if ahead is not None and not ahead.cancel():  # one that still waits in line is begun here
-            with suppress(
-                EnvError
-            ):  # it failed, or its server has restarted or closed it: begin again
+            # If it failed, or its server has restarted or closed it since, it is begun again.
+            with suppress(EnvError):
                 episode, observation, info = ahead.result()
                 episode.client.observation(episode.id)
                 return episode, observation, info
@@ -162,9 +160,8 @@ class EnvPool:
         if self._threads is not None:
             self._threads.shutdown()
         for client, idle in zip(self.clients, self._idle, strict=True):
-            with suppress(
-                EnvError
-            ):  # after one that is not answered the others would not be either
+            # After one that is not answered the others would not be either.
+            with suppress(EnvError):
                 for episode in idle:
                     client.close(episode.id)
         self._idle = [[] for _ in self.clients]
