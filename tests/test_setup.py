@@ -105,12 +105,15 @@ def fields_read(script: str) -> set[str]:
     """
     path = ROOT / script
     used = attributes(tree(path), "config")
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ClassDef) and node.name == "Config":
-            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            used |= set().union(
-                *(attributes(m, "self") for m in methods if m.name != "__post_init__")
-            )
+    for file in (path, *local_imports(path)):
+        # Its own Config, and the Play that train.py's and evaluate.py's are made of.
+        names = ("Play", "Config") if file == path else ("Play",)
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+                used |= set().union(
+                    *(attributes(m, "self") for m in methods if m.name != "__post_init__")
+                )
     for other in local_imports(path):
         for node in ast.walk(tree(other)):
             if isinstance(node, ast.FunctionDef) and any(
