@@ -68,7 +68,7 @@ class Config:
         0.15  # share of turns with a random action, shown but not learnt, so that recovery is
     )
     demo_turns: int = 12  # episodes the expert needs longer for are not shown
-    updates: int = 250  # optimizer steps
+    updates: int = 400  # optimizer steps
     batch_tokens: int = 2048  # tokens an update learns from, prompts and observations included
     lr: float = 2e-3  # peak; warms up over the first tenth, falls to a tenth
     hidden: int = 128  # width of tiny
