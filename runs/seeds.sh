@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # The README's first table: the default configuration from three seeds, and beside each run the same
-# time spent on cloning alone. A seed takes 25 minutes on one thread of a busy machine, and cloning
-# for as long 20 more; `make train` on a quiet one took 11.
+# time spent on cloning alone. A seed takes 13 minutes on one thread beside another, and cloning for as
+# long 10 more.
 #
 #     runs/seeds.sh                 # seeds 0 1 2
 #     runs/seeds.sh 3 4             # others
 #
-# What it prints at the end is what the README quotes; docs/curve.png is seed 0's curve.png.
+# The gains that it prints after each training run are the README's; docs/curve.png is seed 0's curve.png.
+# Then: python evaluate.py --compare out/more-cloning-0 out/seed0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH" # made by `make train` or `make test`
 mkdir -p out
 
-# What 70 training steps take, cloning does about 1,500 updates in, beside the 600 of the default.
+# What 90 training steps take, cloning does about 1,700 updates in, beside the 400 of the default.
 MORE=2100
 for seed in ${@:-0 1 2}; do
   torchrun --standalone --nproc_per_node=1 train.py --seed "$seed" --name "seed$seed"
