@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SciWorld's four shortest task types with the tiny model: clone the simulator's own solutions, then GRPO. What
-# came out is in the README as it is: so small a model, made from scratch, hardly gets anywhere.
+# SciWorld's four shortest task types with the tiny model: clone the simulator's own solutions, then GRPO.
+# NOT MEASURED with these flags.
 #
 # More flags go to train.py (the clone stays that of seed 0):
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# WebArena's bundled sites with the tiny model, in a real Chromium: clone the expert, then GRPO. What came out is in
-# the README as it is. Most of the time is the browser's.
+# WebArena's bundled sites with the tiny model, in a real Chromium: clone the expert, then GRPO. NOT MEASURED
+# with these flags. Most of the time is the browser's.
 #
 # More flags go to train.py (the clone stays that of seed 0):
 #
