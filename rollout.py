@@ -121,6 +121,7 @@ class EnvPool:
         self._ahead.clear()
 
     def _start(self, preferred: int, task: str, seed: int) -> tuple[RemoteEpisode, str, dict]:
+        """`start`, with nothing begun ahead."""
         deadline = time.monotonic() + self.grace
         pause = 0.1
         for attempt in itertools.count():
@@ -139,9 +140,8 @@ class EnvPool:
                 passing = error.status in (None, 404, 409, 503) and error.code != "unknown_task"
                 if not passing or time.monotonic() > deadline or self._is_closed:
                     raise
-                if (
-                    error.status == 404
-                ):  # of the idle ones this was used last: the others are gone too
+                # Of the idle ones this was used last: the others are gone too.
+                if error.status == 404:
                     self._idle[replica].clear()
             if (attempt + 1) % len(self.clients) == 0:
                 time.sleep(pause)

@@ -270,6 +270,7 @@ def assign_credit(batch: Batch, last_values: Tensor | None, config: Config) -> B
 
 
 def has_kl_in_reward(config: Config) -> bool:
+    """Whether --kl-coef and --kl-in take the distance from the start off the rewards."""
     return config.kl_coef > 0 and config.kl_in == "reward"
 
 
@@ -564,7 +565,7 @@ class Run:
             self.reference = shard(weights.Actor(reference), offload=config.offload_reference)
 
     def blanks(self, step: int) -> list[Trajectory]:
-        """The trajectories to play in a step: groups of one task each."""
+        """The trajectories of a step, not played yet: groups of one task each."""
         config = self.config
         chosen = sample_tasks(self.tasks, step, config.tasks_per_step, config.seed)
         return [
@@ -683,9 +684,9 @@ class Run:
         def logprobs(policy):
             return lambda part: policy(part.input_ids, part.loss_mask, config.temperature)[0]
 
-        # With a single update on fresh samples the update's own forward pass gives the old log-probabilities.
         if has_kl_in_reward(config):
             rows = everything  # the baselines are means over all of them
+        # With a single update on fresh samples the update's own forward pass gives the old log-probabilities.
         if config.epochs * config.minibatches > 1 or has_kl_in_reward(config):
             batch.old_logprobs = score(logprobs(self.actor), batch, rows, config)
         if self.reference:

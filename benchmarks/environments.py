@@ -47,9 +47,7 @@ class Config:
     patience: float = 60.0  # seconds after which it is tried on no more of them
     games: int = 12  # of its games are played again for the clocks; short ones
     seconds: float = 5.0  # for each rate
-    warm: float = (
-        1.0  # and before it, uncounted: imports, caches; a JVM's compiler wants ten or more
-    )
+    warm: float = 1.0  # and before it, uncounted; a JVM's compiler wants ten or more
     clients: tuple[int, ...] = (1, 8, 32)  # threads
     replicas: tuple[int, ...] = (1, 2)  # server processes
     episodes: int = 32  # open at once while memory is read
