@@ -145,6 +145,7 @@ class Episode:
         self.is_over = False
 
     def reset(self, task: str, seed: int | None) -> bytes:
+        """Begin `task`, however far the last one had got; returns the encoded reply."""
         observation, info = self.env.reset(seed=seed, options={"task": task})
         self._remember(observation, info=info)
         self.turn, self.action, self.is_over = 0, None, False
@@ -199,6 +200,7 @@ class Episodes:
         return len(self._table)
 
     def create(self) -> str:
+        """A new episode's id. raises EnvError at_capacity where no slot is free, and idle ones neither."""
         episode_id, episode = secrets.token_urlsafe(16), Episode()
         if len(self) >= self.capacity:
             self.reap()
@@ -332,6 +334,8 @@ def create_app(
 
 
 def add_episode_routes(app: Flask, episodes: Episodes, known_tasks: set[str]) -> None:
+    """The routes that name an episode; what is wrong with a request is raised, as EnvError."""
+
     @app.post("/create")
     def create() -> Response:
         read_body()
@@ -605,6 +609,7 @@ class Replica:
         self.start()
 
     def start(self) -> None:
+        """Start the process, on the port of the last one; `wait` waits until it answers."""
         self.is_ready, self.last_lines = threading.Event(), deque(maxlen=5)
         self.process = subprocess.Popen(
             [*self.command, "--port", str(self.port)],
@@ -641,6 +646,7 @@ class Replica:
         EnvClient(self.url, self.token, timeout=30.0).health()
 
     def end(self, deadline: float) -> None:
+        """Let it close its episodes until `deadline` (of time.monotonic), then kill it and all that it started."""
         self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(deadline - time.monotonic(), 0.0))
@@ -822,6 +828,7 @@ def play(env: gym.Env, task: str | None) -> None:
 
 
 def main(config: Config) -> None:
+    """Play in the terminal, serve, or start replicas and wait, as the flags say."""
     options = parse_options(config.options, [config.env])[config.env]
     make_env = lambda: envs.make(config.env, **options)
     if config.play:

@@ -235,6 +235,7 @@ class _Loop:
         self.out = 0  # calls to environments not answered yet
 
     def run(self, trajectories: list[Trajectory], concurrency: int) -> list[Trajectory]:
+        """Play all, at most `concurrency` at a time; returns them in the order given."""
         waiting = [_Episode(trajectory, i) for i, trajectory in enumerate(trajectories)]
         done: list[Trajectory | None] = [None] * len(waiting)
         self.done, waiting = done, waiting[::-1]

@@ -32,6 +32,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the default: 20 times slower 
 
 import torch
 import torch.distributed as dist
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
@@ -64,15 +65,13 @@ class Config:
     ] = ()  # of the environment's class: levels=paper, or babyai.levels=paper
     model: str = "tiny"  # tiny (made from scratch), smollm2, a folder, or a hub id
     demos: int = 2400  # expert episodes, over all environments
-    noise: float = (
-        0.15  # share of turns with a random action, shown but not learnt, so that recovery is
-    )
+    noise: float = 0.15  # share of turns with a mistake, shown but not learnt, so that recovery is
     demo_turns: int = 12  # episodes the expert needs longer for are not shown
-    updates: int = 400  # optimizer steps
+    updates: int = 300  # optimizer steps
     batch_tokens: int = 2048  # tokens an update learns from, prompts and observations included
     lr: float = 2e-3  # peak; warms up over the first tenth, falls to a tenth
     hidden: int = 128  # width of tiny
-    layers: int = 3  # depth of tiny
+    layers: int = 2  # depth of tiny: copying takes two, and three learn no more in minutes
     vocab: int = 512  # tokens of tiny's vocabulary
     copy_head: bool = False  # tiny is born able to repeat what it reads, names never seen included
     seed: int = 0
@@ -111,17 +110,14 @@ class Demonstration:
 def demonstrate(name: str, options: dict, count: int, config: Config) -> list[Demonstration]:
     """`count` successful expert episodes on training tasks, each within `demo_turns` turns.
 
-    In a share `noise` of the turns a random available action is taken instead. It stands in the history
-    without being learnt, so the policy sees how the expert gets back from a place it would not have gone to.
+    In a share `noise` of the turns a mistake is made instead. It stands in the history without being learnt, so
+    the policy sees how the expert gets back from a place it would not have gone to, and what it says to a refusal.
     Tasks are passed over in a seeded order; once all have been used they come again with other noise.
     raises  ValueError where the expert succeeds on fewer than one task in twenty
     """
     env = envs.make(name, **options)
-    tasks, demos, tried = (
-        shuffled(env.tasks("train"), (config.seed, "demonstrated tasks", name)),
-        [],
-        0,
-    )
+    tasks = shuffled(env.tasks("train"), (config.seed, "demonstrated tasks", name))
+    demos, tried, elsewhere = [], 0, []
     bar = tqdm(
         total=count, desc=f"demonstrations of {name}", unit="", disable=_quiet(), leave=False
     )
@@ -129,7 +125,7 @@ def demonstrate(name: str, options: dict, count: int, config: Config) -> list[De
         task = next(tasks)
         rng = random.Random(seed_for(config.seed, "demonstration", name, tried))
         tried += 1
-        demo = _play(env, name, task, rng, config)
+        demo = _play(env, name, task, elsewhere, rng, config)
         if demo is not None:
             demos.append(demo)
             bar.update()
@@ -143,7 +139,9 @@ def demonstrate(name: str, options: dict, count: int, config: Config) -> list[De
     return demos
 
 
-def _play(env, name: str, task: str, rng: random.Random, config: Config) -> Demonstration | None:
+def _play(
+    env, name: str, task: str, elsewhere: list[str], rng: random.Random, config: Config
+) -> Demonstration | None:
     first, info = env.reset(
         seed=seed_for(config.seed, "environment", name, task), options={"task": task}
     )
@@ -151,17 +149,37 @@ def _play(env, name: str, task: str, rng: random.Random, config: Config) -> Demo
     for _ in range(config.demo_turns):
         actions = env.available_actions() if rng.random() < config.noise else []
         if actions:
-            thought, action = "I try something.", rng.choice(actions)
+            completion = _mistake(actions, elsewhere, rng)
         else:
             step = next(expert, None)
             if step is None:
                 return None
-            thought, action = step
+            completion = "Thought: {}\nAction: {}".format(*step)
+        _, action, error = agent.parse_react(completion)
+        if error:  # the agent's side answers, as it will when the policy plays
+            turns.append((completion, False, error))
+            continue
         observation, _, terminated, truncated, info = env.step(action)
-        turns.append((f"Thought: {thought}\nAction: {action}", not actions, observation))
+        turns.append((completion, not actions, observation))
         if terminated or truncated:
             return Demonstration(name, task, first, turns) if info["success"] else None
     return None
+
+
+def _mistake(actions: list[str], elsewhere: list[str], rng: random.Random) -> str:
+    """What a policy may write where the expert would not. `elsewhere` collects actions of other moments, in place.
+
+    Half of them are possible now. Most actions of another moment are refused, and a few completions have no action or
+    two. A policy that had never read a refusal would answer its first one with nonsense, and the next one as well.
+    """
+    kind, action = rng.random(), rng.choice(actions)
+    other = rng.choice(elsewhere or actions)
+    elsewhere.append(action)
+    if kind < 0.1:
+        return "Thought: I try something."
+    if kind < 0.2:
+        return f"Thought: I try something.\nAction: {action}\nAction: {other}"
+    return f"Thought: I try something.\nAction: {other if kind < 0.5 else action}"
 
 
 def as_trajectory(demo: Demonstration, chat: Chat, instructions: str) -> Trajectory:
@@ -208,7 +226,7 @@ def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerBase:
 
 
 def make_tiny(tokenizer: PreTrainedTokenizerBase, config: Config) -> LlamaForCausalLM:
-    """Llama's architecture with about 0.6 million parameters, random ones drawn from `seed`.
+    """Llama's architecture with about 0.4 million parameters, random ones drawn from `seed`.
 
     Not Qwen2's, which has the same parts: beside such a model `AutoTokenizer` reads only the merges of a saved
     tokenizer, and cuts texts by Qwen2's rules. " 1" would come back as two tokens, and the clone would read other ids
@@ -370,7 +388,8 @@ def starting_policy(config: Config, cache: Path = Path("out/models")) -> str:
         parts += sorted(home.glob(f"{name}_*.json"))
         sources += [path.read_text() for path in parts]
     digest = hashlib.blake2b(
-        json.dumps([shaped_by, sources, torch.__version__]).encode(), digest_size=5
+        json.dumps([shaped_by, sources, torch.__version__, transformers.__version__]).encode(),
+        digest_size=5,
     ).hexdigest()
     folder = cache / f"tiny-{'-'.join(config.env)}-{digest}"
     if not weights.on_rank_0(lambda: (folder / "config.json").exists()):

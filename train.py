@@ -107,16 +107,16 @@ class Config(Play):
 
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
-    steps: int = 90  # training steps: a batch of trajectories and its updates
+    steps: int = 180  # training steps: a batch of trajectories and its updates
     budget_tokens: int = 0  # stop once so many tokens have been sampled in training; 0 for no limit
-    tasks_per_step: int = 12  # groups
-    group_size: int = 8  # G, trajectories a task
+    tasks_per_step: int = 24  # groups
+    group_size: int = 4  # G, trajectories a task
     stages: tuple[int, ...] = (4, 8, 12)  # turn limits, one a curriculum stage; one alone is fixed
-    interval: int = 20  # training steps a stage
+    interval: int = 15  # training steps a stage
     patience: int = 0  # or: steps without a new best success that end a stage; 0 for off
     epochs: int = 1  # passes over a batch
-    minibatches: int = 3  # optimizer updates a pass
-    lr: float = 2e-4  # peak learning rate of the policy
+    minibatches: int = 1  # optimizer updates a pass
+    lr: float = 4e-4  # peak learning rate of the policy
     critic_lr: float = 1e-3  # of PPO's critic
     critic_warmup: int = 2  # steps in which only the critic learns
     warmup: int = 5  # steps in which learning rates rise from 0
@@ -126,7 +126,7 @@ class Config(Play):
     clip_high: float = 0.2  # and rise, above 1
     value_clip: float = 0.2  # how far a value may move in a step
     gamma: float = 1.0  # discount, a trainable token
-    lam: float = 0.95  # GAE's lambda
+    lam: float = 1.0  # GAE's lambda; below 1 advantages lean on a critic that knows little at first
     bootstrap_truncated: bool = True  # PPO: a cut episode is worth its last state's value, not 0
     scale_by_std: bool = True  # GRPO: divide advantages by their group's standard deviation
     aggregation: Aggregation = "token-mean"  # how tokens' losses become one
@@ -159,7 +159,7 @@ class Config(Play):
     estimate: tuple[int, ...] | None = None  # only print the memory that so many GPUs need: 1 8
     # --- watching ---
     eval_every: int = (
-        20  # steps between evaluations on dev; 0 for none at all, before and after too
+        30  # steps between evaluations on dev; 0 for none at all, before and after too
     )
     eval_limit: int = 120  # dev tasks, for evaluations on the way
     test_samples: int = 2  # episodes for each test task, before and after

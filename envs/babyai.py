@@ -248,6 +248,7 @@ class BabyAI(gym.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
+        """Begin options["task"], or one of `train` drawn from `seed`; ValueError for a task that is none."""
         super().reset(seed=seed)
         task = (options or {}).get("task")
         if task is None:
@@ -273,6 +274,7 @@ class BabyAI(gym.Env):
         return observation, {"success": False, "invalid": False, "category": self.category(task)}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play a whole errand, move by move. What can't be done is told, costs a turn, and moves nothing."""
         if self._grid_world is None:
             raise ValueError("step before reset: call reset first")
         plan = "The episode is over." if self._over else self._plan(action)

@@ -444,6 +444,7 @@ class Bm25:
         self._numbers = np.array([number(passage) for passage in passages], dtype=np.uint64)
 
     def search(self, query: str, topk: int) -> list[str]:
+        """At most `topk` passages with a word of the query, best first; the same on every machine."""
         words = terms(query)
         if not words:
             return []
@@ -477,6 +478,7 @@ class Remote:
         self._pool = urllib3.PoolManager(maxsize=256)
 
     def search(self, query: str, topk: int) -> list[str]:
+        """At most `topk` passages, as that server ranks them; raises RetrieverError."""
         body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
         try:
             status, reply = self._post(body)

@@ -40,8 +40,8 @@ class Config:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     start_seed: int = 0  # whose clone all runs start from
-    budget: int = 120_000  # tokens sampled in training, a run
-    interval: int = 3  # training steps a stage, for the grown horizon
+    budget: int = 300_000  # tokens sampled in training, a run
+    interval: int = 9  # training steps a stage, for the grown horizon
     parallel: int = 2  # runs at once, each with one thread
     show: bool = False  # run nothing
 

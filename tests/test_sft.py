@@ -47,6 +47,31 @@ def test_demonstrations_are_successes_with_some_noise(demos):
     assert demos != sft.demonstrate("babyai", {}, 40, dataclasses.replace(CONFIG, seed=1))
 
 
+@pytest.mark.parametrize("env", ["babyai", "textcraft", "searchqa"])
+def test_demonstrations_show_refusals_and_how_to_go_on(env):
+    """The clone of flawless demonstrations answered "You have not seen such an object." with noise."""
+    demos = sft.demonstrate(env, {}, 60, dataclasses.replace(CONFIG, noise=0.3))
+    mistakes = [turn for demo in demos for turn in demo.turns if not turn[1]]
+    replies = [reply for _, _, reply in mistakes]
+    assert any(reply.startswith("No action found") for reply in replies)
+    assert any(reply.startswith("2 actions found") for reply in replies)
+    here = [
+        action == other
+        for completion, _, _ in mistakes
+        if completion.count("Action:") == 2
+        for action, other in [completion.split("\nAction: ")[1:]]
+    ]
+    assert not all(here)  # actions of other moments are among them
+    if env == "babyai":
+        assert any(reply == "You have not seen such an object." for reply in replies)
+        assert not any(
+            reply == "You have not seen such an object."
+            for demo in demos
+            for _, is_experts, reply in demo.turns
+            if is_experts
+        )
+
+
 def test_only_the_experts_words_are_learnt(demos):
     chat = Chat(tokenizer_for(demos))
     demo = next(demo for demo in demos if not all(is_experts for _, is_experts, _ in demo.turns))
