@@ -120,7 +120,7 @@ class Config(Play):
     critic_lr: float = 1e-3  # of PPO's critic
     critic_warmup: int = 2  # steps in which only the critic learns
     warmup: int = 5  # steps in which learning rates rise from 0
-    decay: float = 0.4  # share of all steps, at the end, in which they fall to 0 again
+    decay: float = 1.0  # share of all steps, at the end, in which they fall to 0 again
     max_grad_norm: float = 1.0  # longer gradients are shortened to this
     clip_low: float = 0.2  # how far a probability may fall in a step, as a ratio below 1
     clip_high: float = 0.2  # and rise, above 1

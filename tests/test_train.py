@@ -178,7 +178,7 @@ def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(
     assert metrics(tmp_path / "out/killed") == metrics(tmp_path / "out/whole")
 
     changed = run("train.py", *flags, "--name", "killed", "--resume", "--lr", "0.5", cwd=tmp_path)
-    assert changed.returncode == 2 and "--lr was 0.0002, now 0.5" in changed.stderr
+    assert changed.returncode == 2 and "--lr was 0.0004, now 0.5" in changed.stderr
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ def test_a_run_that_was_given_no_name_is_resumed_by_its_folders(tmp_path, monkey
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(train.Config())))
     assert train.resume_point(train.Config(name="train-001", resume=True)) is None  # no step yet
-    with pytest.raises(ValueError, match="--lr was 0.0002, now 0.1"):
+    with pytest.raises(ValueError, match=f"--lr was {train.Config().lr}, now 0.1"):
         train.resume_point(train.Config(name="train-001", resume=True, lr=0.1))
 
 
