@@ -200,7 +200,7 @@ class Episodes:
         return len(self._table)
 
     def create(self) -> str:
-        """A new episode's id. raises EnvError at_capacity where no slot is free, and idle ones neither."""
+        """A new episode's id. raises EnvError at_capacity where no slot is free and no episode idle."""
         episode_id, episode = secrets.token_urlsafe(16), Episode()
         if len(self) >= self.capacity:
             self.reap()

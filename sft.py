@@ -3,7 +3,7 @@ A policy to start from: clone the environment's expert, and for `tiny`, make the
 
     expert() episodes  ->  demonstrations  ->  Trajectory (mask 1 on the expert's words)  ->  cross-entropy
 
-    demonstrate      play the expert, with some random actions in between
+    demonstrate      play the expert, with some mistakes in between
     make_tokenizer   a byte-level BPE of a few hundred tokens, with a chat template
     clone            behaviour cloning: maximise the likelihood of what the expert wrote
     starting_policy  the three above, cached by everything that shaped the result
@@ -71,7 +71,7 @@ class Config:
     batch_tokens: int = 2048  # tokens an update learns from, prompts and observations included
     lr: float = 2e-3  # peak; warms up over the first tenth, falls to a tenth
     hidden: int = 128  # width of tiny
-    layers: int = 2  # depth of tiny: copying takes two, and three learn no more in minutes
+    layers: int = 2  # depth of tiny: copying takes two, and a third learns no faster
     vocab: int = 512  # tokens of tiny's vocabulary
     copy_head: bool = False  # tiny is born able to repeat what it reads, names never seen included
     seed: int = 0
@@ -156,6 +156,8 @@ def _play(
                 return None
             completion = "Thought: {}\nAction: {}".format(*step)
         _, action, error = agent.parse_react(completion)
+        if error and not actions:
+            raise ValueError(f"the expert of {name} broke the form on task {task}: {error}")
         if error:  # the agent's side answers, as it will when the policy plays
             turns.append((completion, False, error))
             continue
@@ -169,8 +171,8 @@ def _play(
 def _mistake(actions: list[str], elsewhere: list[str], rng: random.Random) -> str:
     """What a policy may write where the expert would not. `elsewhere` collects actions of other moments, in place.
 
-    Half of them are possible now. Most actions of another moment are refused, and a few completions have no action or
-    two. A policy that had never read a refusal would answer its first one with nonsense, and the next one as well.
+    Half of them are possible now. Three in ten are actions of another moment, which BabyAI mostly refuses, and two in
+    ten have no action or two. A policy that had never read a refusal would answer its first one with nonsense, and the next as well.
     """
     kind, action = rng.random(), rng.choice(actions)
     other = rng.choice(elsewhere or actions)

@@ -295,11 +295,16 @@ def trainable_rows(trajectories: list[Trajectory], batch: Batch, config: Config)
 def losses(
     actor, critic, part: Batch, totals: dict[str, float], config: Config
 ) -> tuple[Tensor, dict[str, float]]:
-    """The scalar to descend for one micro-batch, divided by the whole update's totals, and its statistics."""
+    """The scalar to descend for one micro-batch, divided by the whole update's totals, and its statistics.
+
+    Where the part has no old log-probabilities, those of this very forward pass are that, and are left in it.
+    """
     logprobs, entropy = actor(
         part.input_ids, part.loss_mask, config.temperature, config.entropy_coef > 0
     )
-    old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
+    if part.old_logprobs is None:
+        part.old_logprobs = logprobs.detach()
+    old_logprobs = part.old_logprobs
     tis = truncated_importance_weights(old_logprobs, part.rollout_logprobs, config.importance_cap)
     loss, stats = policy_loss(
         logprobs, old_logprobs, part.advantages, part.loss_mask, config.clip_low, config.clip_high,
@@ -346,7 +351,7 @@ def update(
     config: Config,
     train_actor: bool = True,
 ) -> tuple[dict[str, float], int, float]:
-    """One optimizer update on some rows of a batch. Collective.
+    """One optimizer update on some rows of a batch, whose old log-probabilities it fills in if there are none. Collective.
 
     returns   statistics, 1 where a gradient that was not finite made the update be skipped (else 0), gradient norm
     """
@@ -356,14 +361,19 @@ def update(
         "policy": loss_denominator(mask, config.aggregation, config.max_tokens),
         "tokens": float(mask.sum()),
     }
-    parts = []
+    parts, found = [], torch.zeros(batch.input_ids.shape)
     for mine in deal(passes(batch, rows, config), rank, world):
         part = batch.select(mine, weights.device())
         loss, stats = losses(actor, critic, part, totals, config)
+        if mine:
+            found[mine, : part.old_logprobs.shape[1]] = part.old_logprobs.cpu()
         (
             loss * world
         ).backward()  # FSDP averages over ranks, and the totals are already everybody's
         parts.append(stats)
+    if batch.old_logprobs is None:
+        dist.all_reduce(found)  # each row was some rank's; the others hold zeros
+        batch.old_logprobs = found
     everybodys: list = [None] * world
     dist.all_gather_object(everybodys, parts)
     stats = combine_stats([part for parts in everybodys for part in parts])
@@ -463,7 +473,7 @@ def open_run(config: Config, step: int) -> Path:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Share of the peak: rises over `warmup` steps, stays, and falls in a straight line over the last `decay`.
+    """Share of the peak: rises over `warmup` steps, stays, and falls in a straight line over the last `decay` (1: from the start).
 
     The fall matters: at a constant rate the last updates' noise stays in the weights that are evaluated.
     """
@@ -686,7 +696,7 @@ class Run:
 
         if has_kl_in_reward(config):
             rows = everything  # the baselines are means over all of them
-        # With a single update on fresh samples the update's own forward pass gives the old log-probabilities.
+        # With a single update on fresh samples its own forward pass gives the old log-probabilities, see `losses`.
         if config.epochs * config.minibatches > 1 or has_kl_in_reward(config):
             batch.old_logprobs = score(logprobs(self.actor), batch, rows, config)
         if self.reference:

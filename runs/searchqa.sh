@@ -17,9 +17,9 @@ PATH="$PWD/.venv/bin:$PATH" # made by `make train` or `make test`
 # and with 1,024 tokens a name is a few pieces.
 mkdir -p out
 python sft.py --env searchqa --options hops=1 --vocab 1024 --copy-head \
-  --demos 6000 --updates 3000 | tee out/searchqa-sft.txt
+  --layers 3 --demos 6000 --updates 3000 | tee out/searchqa-sft.txt
 start=$(sed -n 's/^starting policy: //p' out/searchqa-sft.txt)
 
 # The expert takes two turns: search, answer. Two more leave room for a second search.
 torchrun --standalone --nproc_per_node=1 train.py --env searchqa --options hops=1 --model "$start" \
-  --steps 60 --tasks-per-step 12 --group-size 16 --stages 4 --eval-every 30 --eval-limit 100 "$@"
+  --steps 60 --tasks-per-step 12 --group-size 16 --minibatches 3 --lr 2e-4 --decay 0.4 --stages 4 --eval-every 30 --eval-limit 100 "$@"

@@ -192,7 +192,7 @@ def test_the_expert_solves_what_it_is_given(name):
 
 
 def test_the_expert_plans_from_wherever_it_finds_itself(name):
-    """sft.py mixes in random actions, so that a model learns to recover: advice must stay right."""
+    """sft.py mixes in mistakes, so that a model learns to recover: advice must stay right."""
     env, chance = envs.make(name), random.Random("interleaved")
     num_played = num_solved = 0
     for task in in_time(sample_tasks(env, 40, "interleaved")):

@@ -178,7 +178,7 @@ def test_a_run_killed_again_and_again_is_bit_for_bit_one_that_was_not(
     assert metrics(tmp_path / "out/killed") == metrics(tmp_path / "out/whole")
 
     changed = run("train.py", *flags, "--name", "killed", "--resume", "--lr", "0.5", cwd=tmp_path)
-    assert changed.returncode == 2 and "--lr was 0.0004, now 0.5" in changed.stderr
+    assert changed.returncode == 2 and f"--lr was {train.Config().lr}, now 0.5" in changed.stderr
 
 
 @pytest.mark.slow
@@ -485,6 +485,11 @@ def gradients(
             for key, grad in keeper.kept.items()
         }
         torch.save(kept, results)
+    # A step's only update finds the old log-probabilities itself, those of other ranks' rows included.
+    scored = train.score(lambda p: actor(p.input_ids, p.loss_mask)[0], batch, rows, config)
+    batch.old_logprobs = None
+    train.update(actor, critic, keepers, batch, rows, config)
+    assert scored.abs().sum() > 0 and torch.allclose(batch.old_logprobs, scored, atol=1e-5)
     dist.barrier()
     dist.destroy_process_group()
     # The interpreter's own shutdown now and then finds a thread of gloo's still joinable, and aborts.
@@ -592,6 +597,8 @@ def test_the_learning_rate_rises_stays_and_falls():
     config = train.Config(steps=10, warmup=2, decay=0.4)
     shares = [train.learning_rate(step, config) for step in range(1, 11)]
     assert shares == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    falling = dataclasses.replace(config, decay=1.0)
+    assert [train.learning_rate(step, falling) for step in (1, 2, 6, 10)] == [0.5, 0.9, 0.5, 0.1]
     flat = dataclasses.replace(config, warmup=0, decay=0.0)
     assert [train.learning_rate(step, flat) for step in (1, 5, 10)] == [1.0, 1.0, 1.0]
 
