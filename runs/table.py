@@ -41,7 +41,7 @@ class Config:
     seeds: tuple[int, ...] = (0, 1, 2)
     start_seed: int = 0  # whose clone all runs start from
     budget: int = 300_000  # tokens sampled in training, a run
-    interval: int = 9  # training steps a stage, for the grown horizon
+    interval: int = 11  # training steps a stage, for the grown horizon
     parallel: int = 2  # runs at once, each with one thread
     show: bool = False  # run nothing
 
@@ -68,9 +68,21 @@ def evaluation(name: str) -> dict | None:
     return json.loads(path.read_text().splitlines()[-1]) if path.exists() else None
 
 
+def same_as_before(name: str, **flags) -> None:
+    """SystemExit where out/<name> was made with other flags: a table must not mix them."""
+    saved = json.loads((ROOT / "out" / name / "config.json").read_text())
+    for flag, value in flags.items():
+        if saved[flag] != value:
+            raise SystemExit(
+                f"out/{name} has {flag} {saved[flag]}, not {value}: move it away to run it again"
+            )
+
+
 def evaluate(model: str, seed: int, name: str) -> None:
     """Two sampled episodes of every test task, once."""
-    if evaluation(name) is None:
+    if evaluation(name) is not None:
+        same_as_before(name, model=model)
+    else:
         script(
             "evaluate.py", "--model", model, "--samples", "2", "--seed", str(seed), "--name", name
         )
@@ -81,9 +93,11 @@ def run(setting: str, seed: int, start: str, config: Config) -> None:
     name = folder(setting, seed)
     run_folder = ROOT / "out" / name
     flags = SETTINGS[setting].format(interval=config.interval).split()
-    if not (run_folder / "checkpoints").exists():
+    if (run_folder / "checkpoints").exists():
+        same_as_before(name, model=start, budget_tokens=config.budget)
+    else:  # a constant rate, since nobody knows the number of steps; half the usual one, which gets worse late
         script(
-            "train.py", *flags, "--model", start, "--seed", str(seed), "--name", name, "--eval-every", "0",
+            "train.py", *flags, "--lr", "2e-4", "--model", start, "--seed", str(seed), "--name", name, "--eval-every", "0",
             "--steps", "1000", "--decay", "0", "--budget-tokens", str(config.budget), "--save-every", "1000",
         )  # fmt: skip
     (checkpoint,) = (run_folder / "checkpoints").glob("step_*")

@@ -1,6 +1,7 @@
 """Demonstrations, the tiny model and its tokenizer, and the cache of starting policies."""
 
 import dataclasses
+import itertools
 from itertools import islice
 
 import pytest
@@ -49,7 +50,7 @@ def test_demonstrations_are_successes_with_some_noise(demos):
 
 @pytest.mark.parametrize("env", ["babyai", "textcraft", "searchqa"])
 def test_demonstrations_show_refusals_and_how_to_go_on(env):
-    """The clone of flawless demonstrations answered "You have not seen such an object." with noise."""
+    """The clone of demonstrations without refusals answered "You have not seen such an object." with noise."""
     demos = sft.demonstrate(env, {}, 60, dataclasses.replace(CONFIG, noise=0.3))
     mistakes = [turn for demo in demos for turn in demo.turns if not turn[1]]
     replies = [reply for _, _, reply in mistakes]
@@ -62,6 +63,11 @@ def test_demonstrations_show_refusals_and_how_to_go_on(env):
         for action, other in [completion.split("\nAction: ")[1:]]
     ]
     assert not all(here)  # actions of other moments are among them
+    assert any(  # and the expert goes on from there
+        not is_experts and then_experts
+        for demo in demos
+        for (_, is_experts, _), (_, then_experts, _) in itertools.pairwise(demo.turns)
+    )
     if env == "babyai":
         assert any(reply == "You have not seen such an object." for reply in replies)
         assert not any(
