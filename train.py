@@ -361,17 +361,18 @@ def update(
         "policy": loss_denominator(mask, config.aggregation, config.max_tokens),
         "tokens": float(mask.sum()),
     }
-    parts, found = [], torch.zeros(batch.input_ids.shape)
+    parts, is_scored = [], batch.old_logprobs is not None
+    found = None if is_scored else torch.zeros(batch.input_ids.shape)
     for mine in deal(passes(batch, rows, config), rank, world):
         part = batch.select(mine, weights.device())
         loss, stats = losses(actor, critic, part, totals, config)
-        if mine:
+        if mine and not is_scored:
             found[mine, : part.old_logprobs.shape[1]] = part.old_logprobs.cpu()
         (
             loss * world
         ).backward()  # FSDP averages over ranks, and the totals are already everybody's
         parts.append(stats)
-    if batch.old_logprobs is None:
+    if not is_scored:
         dist.all_reduce(found)  # each row was some rank's; the others hold zeros
         batch.old_logprobs = found
     everybodys: list = [None] * world

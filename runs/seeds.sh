@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The README's first table: the default configuration from three seeds, and beside each run the same
-# time spent on cloning alone. A seed takes 12 minutes on one thread beside another, and cloning for as
-# long 10 more.
+# time spent on cloning alone. A seed took 14 to 20 minutes on one thread, beside the test suite; what
+# cloning takes has not been measured.
 #
 #     runs/seeds.sh                 # seeds 0 1 2
 #     runs/seeds.sh 3 4             # others
@@ -13,7 +13,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH" # made by `make train` or `make test`
 mkdir -p out
 
-# What 180 training steps take, cloning does about 3,000 updates in, beside the 300 of the default.
+# An estimate: 300 updates took 53 s on one thread, so in the 9 or 10 minutes of 180 training steps cloning
+# does about 3,000, beside the 300 of the default.
 MORE=3300
 for seed in ${@:-0 1 2}; do
   torchrun --standalone --nproc_per_node=1 train.py --seed "$seed" --name "seed$seed"
