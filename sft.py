@@ -310,7 +310,7 @@ def _orthonormal(rows: int, columns: int) -> torch.Tensor:
 def clone(actor: weights.Actor, demos: list[Trajectory], config: Config, pad_id: int) -> float:
     """Behaviour cloning, in place: returns the mean loss in nats a token over the last tenth. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=config.lr, weight_decay=0.01)
+    optimizer = weights.adamw(actor, config.lr, weight_decay=0.01)
     device = next(actor.parameters()).device
     recent, started = [], time.perf_counter()
     bar = tqdm(

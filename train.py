@@ -547,13 +547,9 @@ class Run:
             weights.share(self.engine.lm, self.actor)
         self.modules = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         self.rates = {"actor": config.lr, "critic": config.critic_lr}
-        self.optimizers = {}
-        for name, module in self.modules.items():
-            trained = [p for p in module.parameters() if p.requires_grad]
-            # foreach, a GPU's default, would hold one more float32 copy of all weights to save milliseconds.
-            self.optimizers[name] = torch.optim.AdamW(
-                trained, self.rates[name], weight_decay=0.0, foreach=False
-            )
+        self.optimizers = {
+            name: weights.adamw(module, self.rates[name]) for name, module in self.modules.items()
+        }
 
     def shard_all(self, lm, start: str, dtype: torch.dtype) -> None:
         """Spread the actor, PPO's critic and the reference over all ranks."""

@@ -128,10 +128,7 @@ def measured(case: Case) -> int:
         del lm
         for module in modules.values():
             weights.shard(module, weights.mesh(), recompute=case.recompute)
-        optimizers = {
-            name: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-5)
-            for name, m in modules.items()
-        }
+        optimizers = {name: weights.adamw(module, 1e-5) for name, module in modules.items()}
         actor, critic = modules["actor"], modules.get("critic")
         train.update(actor, critic, optimizers, played(16, 1), [0], config)
         train.update(actor, critic, optimizers, played(config.micro_tokens, 2), [0, 1], config)

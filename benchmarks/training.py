@@ -144,7 +144,7 @@ def compare_time(config: Config) -> None:
     lm = starting_model(config).to(weights.device())
     plain, actor = copy.deepcopy(lm), weights.Actor(lm)
     weights.shard(actor, weights.mesh())
-    optimizers = {"actor": torch.optim.AdamW(actor.parameters(), lr=1e-6, weight_decay=0.0)}
+    optimizers = {"actor": weights.adamw(actor, 1e-6)}
     settings, rows = train.Config(), list(range(config.trajectories))
     for share in config.shares:
         batch = skewed_batch(config, share, min(400, lm.config.vocab_size))

@@ -175,7 +175,7 @@ class Ours(train.Run):
         weights.shard(self.actor, weights.mesh())
         weights.share(twin, self.actor)
         self.modules, self.rates = {"actor": self.actor}, {"actor": self.config.lr}
-        self.optimizers = {"actor": torch.optim.AdamW(self.actor.parameters(), weight_decay=0.0)}
+        self.optimizers = {"actor": weights.adamw(self.actor, 1e-3)}
         self.trajectories = self.play()
         batch = collate(self.trajectories)
         logprobs = train.score(
