@@ -491,31 +491,40 @@ class EnvClient:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def health(self) -> dict[str, Any]:
+        """What /health says: env, max_turns, episodes, capacity, ..."""
         return self._get("/health", "status")
 
     def tasks(self, split: str) -> list[str]:
+        """Task ids of "train", "dev" or "test"."""
         return self._get("/tasks", "tasks", split=split)["tasks"]
 
     def instructions(self) -> str:
+        """What the agent is told of rules and actions, once an episode."""
         return self._get("/instructions", "instructions")["instructions"]
 
     def create(self) -> str:
+        """The id of a new episode, which is not reset yet."""
         return self._post("/create", "id")["id"]
 
     def reset(self, episode_id: str, task: str, seed: int | None = None) -> dict[str, Any]:
+        """Begin `task`; returns {"observation", "info"}."""
         return self._post("/reset", "info", id=episode_id, task=task, seed=seed)
 
     def step(self, episode_id: str, action: str, turn: int) -> dict[str, Any]:
+        """Act in turn 0, 1, ...; returns {"observation", "reward", "terminated", "truncated", "info"}."""
         return self._post("/step", "info", id=episode_id, action=action, turn=turn)
 
     def observation(self, episode_id: str) -> str:
+        """The newest observation once more."""
         return self._get("/observation", "observation", id=episode_id)["observation"]
 
     def available_actions(self, episode_id: str) -> list[str]:
+        """Actions that would be accepted now."""
         answer = "available_actions"
         return self._get("/available_actions", answer, id=episode_id)[answer]
 
     def close(self, episode_id: str) -> None:
+        """Give the episode and its slot back."""
         self._post("/close", "closed", id=episode_id)
 
     def _get(self, route: str, answer: str, **query: str) -> dict[str, Any]:
@@ -572,20 +581,24 @@ class RemoteEpisode:
         self.turn = 0
 
     def reset(self, task: str, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin `task`; returns observation, info."""
         reply = self.client.reset(self.id, task, seed)
         self.turn = 0
         return reply["observation"], reply["info"]
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Returns observation, reward, terminated, truncated, info."""
         reply = self.client.step(self.id, action, self.turn)
         self.turn += 1
         ends = reply["terminated"], reply["truncated"]
         return reply["observation"], reply["reward"], *ends, reply["info"]
 
     def available_actions(self) -> list[str]:
+        """Actions that would be accepted now."""
         return self.client.available_actions(self.id)
 
     def close(self) -> None:
+        """Give the episode back to its server; never raises."""
         # A server out of reach reaps the episode by itself; raising would hide why we are closing.
         with suppress(EnvError):
             self.client.close(self.id)

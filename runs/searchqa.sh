@@ -2,9 +2,10 @@
 # SearchQA's one-hop questions with the tiny model: clone the expert, then GRPO. On one thread of a busy
 # machine 17 minutes of cloning and 10 of RL and evaluation.
 #
-# More flags go to train.py (the clone stays that of seed 0):
+# More flags go to train.py, and those in CLONE to sft.py (else the clone stays that of seed 0):
 #
 #     runs/searchqa.sh --seed 1
+#     CLONE='--updates 100' runs/searchqa.sh --steps 5       # a look at it, in a few minutes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH" # made by `make train` or `make test`
@@ -17,7 +18,7 @@ PATH="$PWD/.venv/bin:$PATH" # made by `make train` or `make test`
 # and with 1,024 tokens a name is a few pieces.
 mkdir -p out
 python sft.py --env searchqa --options hops=1 --vocab 1024 --copy-head \
-  --layers 3 --demos 6000 --updates 3000 | tee out/searchqa-sft.txt
+  --layers 3 --demos 6000 --updates 3000 ${CLONE:-} | tee out/searchqa-sft.txt
 start=$(sed -n 's/^starting policy: //p' out/searchqa-sft.txt)
 
 # The expert takes two turns: search, answer. Two more leave room for a second search.

@@ -2,9 +2,10 @@
 # TextCraft with the tiny model, by the same scripts as BabyAI: clone the expert, then GRPO with
 # ScalingInter. For 2 CPU cores, no GPU. NOT MEASURED with these flags.
 #
-# More flags go to train.py (the clone stays that of seed 0):
+# More flags go to train.py, and those in CLONE to sft.py (else the clone stays that of seed 0):
 #
 #     runs/textcraft.sh --seed 1
+#     CLONE='--updates 100' runs/textcraft.sh --steps 5       # a look at it, in a few minutes
 #     runs/textcraft.sh --stages 12 --name textcraft-fixed    # no curriculum, to compare with
 #     runs/textcraft.sh --options max_depth=2                 # goals of at most two crafting levels
 set -euo pipefail
@@ -15,7 +16,7 @@ PATH="$PWD/.venv/bin:$PATH" # made by `make train` or `make test`
 # 512. Recipes must be copied exactly, numbers included: hence the copy head, and more updates. They end at
 # .02 nats a token, in 12 minutes on one thread. The clone is cached by its flags: a second run starts at once.
 mkdir -p out
-python sft.py --env textcraft --vocab 1536 --layers 4 --copy-head --demos 4000 --updates 1500 --lr 1e-3 |
+python sft.py --env textcraft --vocab 1536 --layers 4 --copy-head --demos 4000 --updates 1500 --lr 1e-3 ${CLONE:-} |
   tee out/textcraft-sft.txt
 start=$(sed -n 's/^starting policy: //p' out/textcraft-sft.txt)
 

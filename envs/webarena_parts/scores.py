@@ -105,6 +105,10 @@ class Judge:
 
 
 async def string_score(config: dict, answer: str, judge: Judge | None) -> bool:
+    """Whether the answer given to `stop` holds, in every way that the task's reference answers ask for.
+
+    raises  ValueError for a way that nobody knows, or one that needs a judge where there is none
+    """
     task, asked = config["eval"], config["intent"]
     for way, wanted in (task["reference_answers"] or {}).items():
         if way == "exact_match":
@@ -196,6 +200,7 @@ async def shop_data(context, shop: str, path: str, account: dict[str, str]) -> A
 
 
 async def latest_order(context, shop: str, account: dict[str, str]) -> str:
+    """The address of the shop's newest order; the shop's own where it has none."""
     query = (
         "orders?searchCriteria[sortOrders][0][field]=created_at"
         "&searchCriteria[sortOrders][0][direction]=DESC&searchCriteria[pageSize]=1"
@@ -205,6 +210,7 @@ async def latest_order(context, shop: str, account: dict[str, str]) -> str:
 
 
 async def latest_review(context, shop: str, sku: str, what: str, account: dict[str, str]) -> str:
+    """The "author" or the "rating" (percent) of a product's newest review; "" where it has none."""
     reviews = await shop_data(context, shop, f"products/{sku}/reviews", account)
     if not reviews:
         return ""
@@ -224,6 +230,7 @@ class Scorer:
     pause: float = 0.0  # seconds that a page's scripts get after loading
 
     async def score(self, config: dict, answer: str) -> float:
+        """1.0 if every evaluator of the task agrees, else 0.0; raises ValueError for one that nobody knows."""
         page = self.session.current.page
         for kind in config["eval"]["eval_types"]:
             if kind == "string_match":

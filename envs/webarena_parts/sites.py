@@ -170,6 +170,8 @@ def signed_in(route: Callable) -> Callable:
 
 
 def add_shop(app: Flask) -> None:
+    """Give the app the routes of shop.test: catalogue, search, cart, orders, reviews, wishes."""
+
     def product_row(row) -> Markup:
         return link(row["name"], f"/product/{row['id']}") + money(row["price"])
 
@@ -324,6 +326,8 @@ def order_lines(row) -> list[Markup]:
 
 
 def add_cms(app: Flask) -> None:
+    """Those of cms.test, the shop's administration: products, customers, orders, reviews, pages."""
+
     def search(what: str) -> Markup:
         return html('<form><input type="search" name="q" aria-label="Search {}"></form>', what)
 
@@ -463,6 +467,8 @@ def add_cms(app: Flask) -> None:
 
 
 def add_forum(app: Flask) -> None:
+    """Those of forum.test: forums, posts, votes, comments, subscriptions."""
+
     def post_url(row) -> str:
         return f"/f/{row['forum']}/{row['id']}"
 
@@ -575,6 +581,8 @@ def add_forum(app: Flask) -> None:
 
 
 def add_code(app: Flask) -> None:
+    """Those of code.test: projects, issues, stars, members."""
+
     def project_row(row) -> Markup:
         return link(row["path"], f"/{row['path']}") + f"{row['stars']} stars"
 
@@ -705,6 +713,8 @@ def add_code(app: Flask) -> None:
 
 
 def add_login(app: Flask) -> None:
+    """The log-in pages of all four, and their sessions."""
+
     def user_called(site: str, name: str) -> str | None:
         """What a session stores of whoever logs in: the shop knows customers by email."""
         if site == "shop":
