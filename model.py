@@ -126,8 +126,11 @@ def smollm2(folder: Path = Path("out/models/smollm2-135m-instruct")) -> str:
         return str(folder)
     source = smollm2_file()
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # A model read from GGUF counts as quantised and refuses save_pretrained: move its weights to a plain one.
-    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    # A model read from GGUF counts as quantised, and so would what is loaded from its configuration: neither
+    # can be saved. Move its weights to a plain one.
+    config = copy.deepcopy(read.config)
+    vars(config).pop("quantization_config", None)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     _save_folder(
         folder,

