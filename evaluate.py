@@ -19,6 +19,7 @@ Read train.py first, compare.py next. Run it:
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -61,7 +62,7 @@ class Play:
     seed: int = 0
     name: str = ""  # the folder out/<name>; the next free number if empty
     # --- limits ---
-    temperature: float = 1.0  # of sampling; the trainer scores tokens at the same one
+    temperature: float = 1.0  # of sampling, 0 for greedy; the trainer scores tokens at the same one
     max_new_tokens: int = 64  # a turn
     max_tokens: int = 1536  # an episode: prompt, observations, completions
     max_observation_tokens: int = 256  # an observation; a longer one loses its middle
@@ -78,8 +79,12 @@ class Play:
         check_least(
             self, 1, "max_new_tokens max_tokens max_observation_tokens concurrency replicas"
         )
-        if self.temperature < 0:
+        check_between(self, 0, math.inf, "episode_seconds env_timeout")
+        check_between(self, 0, 1, "vllm_memory")
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.name in (".", "..") or os.sep in self.name:
+            raise ValueError(f"--name is one folder in out/, got {self.name!r}")
 
     def limits(self, max_turns: int, max_invalid: int = 0) -> Limits:
         """An episode's bounds at some turn limit."""
@@ -96,16 +101,24 @@ def check_least(config, least: int, fields: str) -> None:
             raise ValueError(f"--{field.replace('_', '-')} must be {least} or more, got {value}")
 
 
+def check_between(config, low: float, high: float, fields: str) -> None:
+    """raises ValueError where a flag is not above `low` and at most `high`, NaN included."""
+    for field in fields.split():
+        if not low < (value := getattr(config, field)) <= high:
+            at_most = "" if high == math.inf else f" and at most {high:g}"
+            raise ValueError(
+                f"--{field.replace('_', '-')} must be above {low:g}{at_most}, got {value}"
+            )
+
+
 @dataclass(frozen=True)
 class Config(Play):
     """Evaluate a policy. Every field is a flag: --split dev"""
 
     # --- how much of it ---
-    split: Literal["train", "dev", "test"] = "test"
+    split: Literal["train", "dev", "test"] = "test"  # tune on dev
     samples: int = 1  # episodes a task: avg@k and pass@k
-    max_turns: tuple[
-        int, ...
-    ] = ()  # turn limits, a table each; the environment's own if none given
+    max_turns: tuple[int, ...] = ()  # turn limits, a table each; none: the environment's own
     limit: int = 0  # only the first so many tasks; 0 for all
     # --- a model behind an address, where --api-url is given; its key is read from OPENAI_API_KEY ---
     api_url: str = ""  # an OpenAI-compatible server: http://host:8000/v1; --model is its name there

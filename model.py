@@ -20,6 +20,7 @@ Read agent.py first, engines.py next; lora.py and estimate.py (how much memory a
 import copy
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -69,6 +70,8 @@ def load(
     raises  ValueError, in one sentence, where there is no such model, or one whose logits are not a plain
             projection of its last hidden state (token_logprobs would silently score another distribution)
     """
+    if newest := newest_checkpoint(Path(path)):
+        raise ValueError(f"{path!r} is a run, not a model: did you mean {newest}?")
     if os.sep in path and not Path(path, "config.json").exists() and Path(path).parent.exists():
         raise ValueError(
             f"no model in {path!r}: expected a folder with config.json and *.safetensors in it"
@@ -623,7 +626,19 @@ def load_training_state(
     Saved by any number of ranks, loaded by any other: each reads the stretches that its own shards cover.
     The policy's own weights are not here: build it from `folder` with `load`, like any other model.
     """
-    source = dcp.FileSystemReader(folder / "training_state")
+    try:
+        _load_training_tensors(folder / "training_state", optimizers, modules)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"the training state in {folder} is damaged ({reason:.80}): delete that folder, and --resume goes on "
+            "from the checkpoint before it"
+        ) from None
+    return saved_state(folder)
+
+
+def _load_training_tensors(folder: Path, optimizers: dict, modules: dict) -> None:
+    source = dcp.FileSystemReader(folder)
     saved = source.read_metadata().state_dict_metadata
     for module_name, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -639,7 +654,6 @@ def load_training_state(
                 if key.startswith(prefix)
             }
     _reraised(lambda: dcp.load(training_tensors(optimizers, modules), storage_reader=source))
-    return saved_state(folder)
 
 
 def saved_state(folder: Path) -> dict:

@@ -395,6 +395,11 @@ def starting_policy(config: Config, cache: Path = Path("out/models")) -> str:
     ).hexdigest()
     folder = cache / f"tiny-{'-'.join(config.env)}-{digest}"
     if not weights.on_rank_0(lambda: (folder / "config.json").exists()):
+        if dist.get_rank() == 0:
+            print(
+                f"no {folder} yet: {config.demos} demonstrations, then {config.updates} updates of cloning",
+                flush=True,
+            )
         demos, instructions = gather_demonstrations(config)
         texts = [
             text for demo in demos for turn in demo.turns for text in (demo.first, turn[0], turn[2])

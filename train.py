@@ -19,6 +19,7 @@ Read curriculum.py first, evaluate.py next. Run it:
 
 import dataclasses
 import json
+import math
 import os
 import random
 import time
@@ -62,6 +63,7 @@ from curriculum import adaptive_horizon, horizon, sample_tasks, seed_for
 from engines import open_engine
 from evaluate import (
     Play,
+    check_between,
     check_least,
     check_splits,
     find_model,
@@ -131,15 +133,11 @@ class Config(Play):
     scale_by_std: bool = True  # GRPO: divide advantages by their group's standard deviation
     aggregation: Aggregation = "token-mean"  # how tokens' losses become one
     kl_coef: float = 0.0  # leash to the starting policy; 0 loads no reference
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k2", "k3"] = (
-        "k3"  # in the loss (k1 has no gradient there); in the reward: k1
-    )
+    kl_in: Literal["loss", "reward"] = "loss"  # where it pulls
+    kl_estimator: Literal["k2", "k3"] = "k3"  # in the loss, where k1 has no gradient; else k1
     entropy_coef: float = 0.0  # bonus for staying undecided
     importance_cap: float = 2.0  # of the weights that correct for the sampler's own arithmetic
-    keep_dead_groups: bool = (
-        False  # update on groups of equal returns too (only KL and entropy act)
-    )
+    keep_dead_groups: bool = False  # update on groups of equal returns too: KL and entropy act
     mask_truncated: bool = False  # learn nothing from trajectories that a limit cut off
     # --- reward shaping, all off; logged returns stay raw ---
     format_penalty: float = 0.0  # for a turn that could not be parsed
@@ -158,9 +156,7 @@ class Config(Play):
     lora_alpha: float = 32.0  # adapters count alpha / rank times
     estimate: tuple[int, ...] | None = None  # only print the memory that so many GPUs need: 1 8
     # --- watching ---
-    eval_every: int = (
-        30  # steps between evaluations on dev; 0 for none at all, before and after too
-    )
+    eval_every: int = 30  # steps between those on dev; 0 for none, before and after RL too
     eval_limit: int = 120  # dev tasks, for evaluations on the way
     test_samples: int = 2  # episodes for each test task, before and after
     save_every: int = 10  # steps between checkpoints; the last step is always saved
@@ -177,6 +173,10 @@ class Config(Play):
         check_least(self, 1, "save_every keep test_samples overlong_length")
         check_least(self, 0, "budget_tokens patience eval_every eval_limit max_invalid log_tokens")
         check_least(self, 0, "kl_coef entropy_coef lora_rank overlong_buffer critic_warmup warmup")
+        check_between(self, 0, math.inf, "lr critic_lr max_grad_norm clip_high value_clip")
+        check_between(self, 0, 1, "clip_low gamma")
+        if not 0 <= self.lam <= 1:
+            raise ValueError(f"--lam lies between 0 and 1, got {self.lam}")
         if self.overlong_buffer > self.overlong_length:
             raise ValueError(
                 f"--overlong-buffer lies below --overlong-length, {self.overlong_length}; got {self.overlong_buffer}"
@@ -680,9 +680,12 @@ class Run:
         """Nothing learnt so far is lost with the environments' servers. Collective."""
         try:
             yield
-        except RolloutError:
+        except RolloutError as error:
             self.save()
-            raise
+            raise RolloutError(
+                f"{error}\nA checkpoint was saved in {self.folder}: once that is mended, the same command with "
+                f"--resume --name {self.folder.name} goes on from step {self.state['step']}"
+            ) from None
 
     def score_all(self, batch: Batch, rows: list[int]) -> Tensor | None:
         """Fill in the batch's old and reference log-probabilities and values; returns PPO's last values (B,)."""
@@ -749,6 +752,7 @@ def main(config: Config) -> None:
         bar = tqdm(
             total=config.steps, initial=run.state["step"], desc="training", disable=None if run.is_main else True
         )  # fmt: skip
+        has_learnt = not run.is_new
         valid = []  # a run that was stopped during its closing evaluation has no step left to play
         last = run.state["step"] if run.is_out_of_budget() else config.steps
         for step in range(run.state["step"] + 1, last + 1):
@@ -782,6 +786,7 @@ def main(config: Config) -> None:
 
             # 4. Improve.
             metrics |= run.improve(batch, rows, step)
+            has_learnt |= metrics["trained_tokens"] > 0
             clock.append(time.perf_counter())
 
             # 5. Tell the sampler.
@@ -824,6 +829,12 @@ def main(config: Config) -> None:
             if run.is_out_of_budget():
                 break
         bar.close()
+        if not has_learnt:
+            run.say(
+                "NOTHING WAS LEARNT: in no step was there anything to compare (dead_group_fraction and "
+                "truncated_fraction in metrics.jsonl say why). Too hard a task, a start that was cloned for another "
+                "one, or --max-tokens too small?"
+            )
 
         if config.eval_every:
             run.evaluate_on_test()

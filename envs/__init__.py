@@ -21,11 +21,15 @@ def make(name: str, **options) -> gym.Env:
     if name not in NAMES:
         raise ValueError(f"no environment is called {name!r}; choose from {', '.join(NAMES)}")
     module = importlib.import_module(f"{__name__}.{name}")
-    (environment,) = (  # defined there: what the file imports, gym.Env included, does not count
+    defined = [  # there: what the file imports, gym.Env included, does not count
         found
         for _, found in inspect.getmembers(module, inspect.isclass)
         if issubclass(found, gym.Env) and found.__module__ == module.__name__
-    )
+    ]
+    if len(defined) != 1:
+        names = ", ".join(found.__name__ for found in defined) or "none"
+        raise ValueError(f"envs/{name}.py must define one gymnasium.Env class, found {names}")
+    (environment,) = defined
     known = list(inspect.signature(environment).parameters)
     if unknown := sorted(set(options) - set(known)):
         takes = ", ".join(known) or "no options"

@@ -408,6 +408,29 @@ def test_saving_before_an_optimizers_first_step_does_not_count_as_one(
     assert all(torch.equal(theirs[name], x) for name, x in whole(again, fresh).items())
 
 
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_a_damaged_training_state_says_what_to_delete(make_lm, tokenizer, tmp_path, one_rank, file):
+    modules, optimizers = trained(make_lm, 1)
+    save(tmp_path / "step_1", tokenizer, modules, optimizers, step=1)
+    path = tmp_path / "step_1/training_state" / file
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(
+        ValueError, match=r"step_1 is damaged \(.*\): delete that folder"
+    ) as refusal:
+        weights.load_training_state(tmp_path / "step_1", optimizers, modules)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_runs_folder_is_no_model_and_its_newest_checkpoint_is_named(
+    make_lm, tokenizer, tmp_path, one_rank
+):
+    modules, optimizers = trained(make_lm, 1)
+    for step in (1, 2):
+        save(tmp_path / f"checkpoints/step_{step}", tokenizer, modules, optimizers, step=step)
+    with pytest.raises(ValueError, match=r"is a run, not a model: did you mean .*step_2\?"):
+        weights.load(str(tmp_path))
+
+
 @pytest.mark.parametrize("where", ["torch.save", "save_pretrained", "rename"])
 @pytest.mark.parametrize("over", ["step_2", "step_1"])  # a new checkpoint, or one of the same name
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import cache
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import pytest
 import tyro
+
+import envs
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [
@@ -186,6 +189,13 @@ def test_runs_use_flags_that_exist(name, monkeypatch):
     assert found, f"runs/{name} starts no script of ours"
     for script, flags in found:
         tyro.cli(config_of(script), args=flags)  # SystemExit, with its reason, where one is wrong
+
+
+def test_a_file_without_an_environment_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(envs, "NAMES", (*envs.NAMES, "hollow"))
+    monkeypatch.setitem(sys.modules, "envs.hollow", types.ModuleType("envs.hollow"))
+    with pytest.raises(ValueError, match=r"envs/hollow.py must define one gymnasium.Env class"):
+        envs.make("hollow")
 
 
 # --- dependencies ---
