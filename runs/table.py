@@ -42,6 +42,8 @@ class Config:
     start_seed: int = 0  # whose clone all runs start from
     budget: int = 300_000  # tokens sampled in training, a run
     interval: int = 11  # training steps a stage, for the grown horizon
+    start: str = ""  # another policy than that clone
+    limit: int = 0  # only so many test tasks; 0 for all
     parallel: int = 2  # runs at once, each with one thread
     show: bool = False  # run nothing
 
@@ -78,14 +80,15 @@ def same_as_before(name: str, **flags) -> None:
             )
 
 
-def evaluate(model: str, seed: int, name: str) -> None:
+def evaluate(model: str, seed: int, name: str, limit: int) -> None:
     """Two sampled episodes of every test task, once."""
     if evaluation(name) is not None:
-        same_as_before(name, model=model)
+        same_as_before(name, model=model, limit=limit)
     else:
         script(
-            "evaluate.py", "--model", model, "--samples", "2", "--seed", str(seed), "--name", name
-        )
+            "evaluate.py", "--model", model, "--samples", "2", "--seed", str(seed), "--name", name,
+            "--limit", str(limit),
+        )  # fmt: skip
 
 
 def run(setting: str, seed: int, start: str, config: Config) -> None:
@@ -101,7 +104,7 @@ def run(setting: str, seed: int, start: str, config: Config) -> None:
             "--steps", "1000", "--decay", "0", "--budget-tokens", str(config.budget), "--save-every", "1000",
         )  # fmt: skip
     (checkpoint,) = (run_folder / "checkpoints").glob("step_*")
-    evaluate(str(checkpoint), seed, name + "-test")
+    evaluate(str(checkpoint), seed, name + "-test", config.limit)
     print(
         f"{setting}, seed {seed}: success {evaluation(name + '-test')['success_rate']:.3f}",
         flush=True,
@@ -160,13 +163,13 @@ def show(config: Config) -> None:
 def main(config: Config) -> None:
     """Run what is missing, then print the table."""
     if not config.show:
-        said = script(
-            "sft.py", "--seed", str(config.start_seed)
-        )  # the start: made once, found again by every run
-        start = said.split("starting policy: ")[1].split()[0]
+        start = config.start
+        if not start:  # made once, found again by every run
+            said = script("sft.py", "--seed", str(config.start_seed))
+            start = said.split("starting policy: ")[1].split()[0]
         with ThreadPoolExecutor(config.parallel) as pool:
             jobs = [
-                pool.submit(evaluate, start, seed, f"table-start-seed{seed}")
+                pool.submit(evaluate, start, seed, f"table-start-seed{seed}", config.limit)
                 for seed in config.seeds
             ]
             jobs += [

@@ -167,7 +167,9 @@ def commands_in(text: str) -> list[tuple[str, list[str]]]:
     """(script, flags) of every command in a shell script that starts one of ours."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(re.sub(r'"\$@"|\$\{CLONE:-\}', "", line), comments=True)
+        words = shlex.split(
+            re.sub(r'"\$@"|\$\{(CLONE|TRAIN|EVALUATE):-\}', "", line), comments=True
+        )
         for position, word in enumerate(words):
             if word in SCRIPTS:
                 flags = words[position + 1 :]
