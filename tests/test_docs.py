@@ -64,4 +64,4 @@ def test_its_expert_is_cloned_trained_and_evaluated(checkout):
     said = run(checkout, train + " --steps 2 --interval 1 --keep-dead-groups --entropy-coef 0.01")
     assert "gain" in said
     assert (checkout / "out/lamps/metrics.jsonl").read_text().count("\n") == 2
-    assert "12 turns" in run(checkout, evaluate.replace("step_40", "step_2"))
+    assert "12 turns" in run(checkout, evaluate.replace("step_120", "step_2"))

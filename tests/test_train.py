@@ -381,11 +381,13 @@ def test_a_run_that_was_given_no_name_is_resumed_by_its_folders(tmp_path, monkey
 
 def test_servers_that_fail_in_an_evaluation_on_the_way_cost_nothing_learnt(monkeypatch):
     run = train.Run.__new__(train.Run)
+    run.folder, run.state = Path("out/mine"), {"step": 7}
     saved = []
     monkeypatch.setattr(run, "save", lambda: saved.append(True))
     monkeypatch.setattr(run, "evaluate_on_dev", lambda: train.check_errors([lost], 0.5))
     lost = Trajectory("toy", "t", end="error", error="EnvError: gone")
-    with pytest.raises(RolloutError, match="gone"), run.saved_if_servers_fail():
+    says = r"gone\nA checkpoint was saved .* --resume --name mine goes on from step 7"
+    with pytest.raises(RolloutError, match=says), run.saved_if_servers_fail():
         run.evaluate_on_dev()
     assert saved == [True]
 
