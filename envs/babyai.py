@@ -151,7 +151,7 @@ def where(ahead: int, side: int) -> str:
 
 
 def door_state(door: WorldObj) -> str:
-    """ "open", "closed" or "locked"."""
+    """One word: open, closed or locked."""
     return "open" if door.is_open else "locked" if door.is_locked else "closed"
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The README's first table: the default configuration from three seeds, and beside each run the same
 # time spent on cloning alone. On one thread each, four jobs on two cores: half an hour for a seed, 22 minutes for
-# more cloning; a third of that on an idle machine.
+# more cloning. On an idle machine probably less than half of that.
 #
 #     runs/seeds.sh                 # seeds 0 1 2
 #     runs/seeds.sh 3 4             # others
